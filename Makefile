@@ -1,0 +1,63 @@
+# Set-up, demo and tests. All it needs is make and a Python from 3.11 on; everything goes into .venv.
+#   make demo       train the tiny model on this machine, in minutes
+#   make test       tests without the slow ones; make test-all runs every one
+#   make install    only the set-up; PYTHON=python3.12 picks the interpreter, TORCH=... what to install for torch
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# A machine without an NVIDIA GPU takes this release first, so that no later step pulls in a CUDA build.
+TORCH ?= torch==2.13.0
+PYTHON ?=
+
+.PHONY: demo test test-all install clean
+demo test test-all: export OMP_NUM_THREADS := 1
+demo test test-all: export MKL_NUM_THREADS := 1
+
+demo: install
+	$(VENV)/bin/flowgrpo-ray train configs/tiny_ocr.yaml run.name=demo-$$(date +%Y%m%d-%H%M%S)
+
+test: install
+	$(PY) -m pytest -m "not slow"
+
+test-all: install
+	$(PY) -m pytest
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@set -e; \
+	if [ ! -x $(PY) ]; then \
+	  found=""; \
+	  for candidate in $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3 python); do \
+	    if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	      found=$$candidate; break; \
+	    fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "error: no Python from 3.11 on with the venv module was found" \
+	         "(looked at $(or $(PYTHON),python3.14 to python3.11, python3 and python))." >&2; \
+	    echo "Install one (on Debian and Ubuntu its package is called python3-venv)," \
+	         "or name it: make install PYTHON=/path/to/python3" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "making $(VENV) with $$($$found --version) ($$found)"; \
+	  $$found -m venv $(VENV); \
+	fi; \
+	$(PY) -m pip install --quiet --upgrade pip; \
+	if ! command -v nvidia-smi >/dev/null 2>&1; then \
+	  echo "no NVIDIA GPU here: installing $(TORCH)"; \
+	  $(PY) -m pip install --quiet $(TORCH) || { \
+	    echo "error: $(TORCH) could not be installed for $$($(PY) --version); see pip's message above." >&2; \
+	    echo "If it has no build for this Python, choose another one: rm -r $(VENV) && make install PYTHON=python3.12" >&2; \
+	    echo "Another release or index: make install TORCH='torch==... --index-url https://...'" >&2; \
+	    exit 1; }; \
+	fi; \
+	echo "installing flowgrpo-ray and what it needs (some minutes)"; \
+	$(PY) -m pip install --quiet -e '.[ocr,dev]'; \
+	echo "installing the OCR models (the rapidocr wheel, without the packages that it names)"; \
+	$(PY) -m pip install --quiet --no-deps rapidocr==3.10.0; \
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV)

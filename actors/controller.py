@@ -1,0 +1,369 @@
+"""The controller: a plain `ray.wait` loop in the driver that moves refs, never tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ray
+
+from actors.colocated import ColocatedActor
+from actors.evaluation import start_evaluation
+from actors.learner import LearnerActor, LearnerGroup
+from actors.placement import actor_options, check_resources
+from actors.pool import ActorPool, Checked, wait_for_events
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+from actors.sampling import Sampling
+from actors.scoring import Scoring
+from actors.step import StepBoard
+from actors.sync import Published, agreed, verify
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.metrics import Row
+from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step
+from flowgrpo_ray.preflight import Inputs
+from flowgrpo_ray.recorder import Recorder, step_row
+from flowgrpo_ray.sampling.requests import evaluation_negative
+from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
+
+log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Somebody who watches a run: the live view, or nobody."""
+
+    def activity(self, doing: dict[str, list[str]]) -> None:
+        """What every actor is doing, by pool; called several times a second."""
+
+    def row(self, row: Row) -> None:
+        """A row of metrics was recorded."""
+
+    def say(self, text: str) -> None:
+        """Something a person may want to know."""
+
+
+class Controller:
+    """Runs the training of one configuration on a connected Ray.
+
+    Use as a context manager: actors end with it, whatever happens.
+    """
+
+    rollout_class: type = RolloutActor
+    reward_class: type = RewardActor
+    learner_class: type = LearnerActor
+    colocated_class: type = ColocatedActor
+    group_class: type = LearnerGroup
+
+    def __init__(self, config: Config, inputs: Inputs, recorder: Recorder, observer: Observer) -> None:
+        self.config, self.inputs, self.recorder, self.observer = config, inputs, recorder, observer
+        self.colocated = config.pools.placement == "colocated"
+        self.published: dict[str, Published] = {}
+        self._ema: Published | None = None
+        self._learner_events: dict[ray.ObjectRef, Callable[[Any], None]] = {}
+        self._conditionings: dict[tuple[int, int], ray.ObjectRef] = {}  # encoded ahead: (step, group)
+        self._learner_seconds = 0.0
+        self.pools: list[ActorPool] = []
+        self.learners: LearnerGroup | None = None
+        self._started = time.perf_counter()
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Controller:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for pool in self.pools:
+            pool.shutdown()
+        if self.learners is not None:
+            self.learners.shutdown()
+
+    def _start(self) -> None:
+        config, p = self.config, self.config.pools
+        check_resources(config)
+        tree, run_id = config.model_dump(mode="json"), self.recorder.run_id
+        common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths}
+        rewards = {}
+        for name, reward in config.rewards.items():
+            pool = config.reward_pool(name)
+            rewards[name] = ActorPool(
+                f"reward.{name}", pool.replicas, self._spawner(self.reward_class, pool, f"reward.{name}",
+                                                               (name, reward.options, pool.nice)),
+                prepare=_ready, **common)
+            self.pools.append(rewards[name])
+        if not self.colocated:
+            self.rollouts = ActorPool(
+                "rollout", p.rollout.replicas, self._spawner(self.rollout_class, p.rollout, "rollout",
+                                                             (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
+                prepare=self._prepare, **common)
+            self.pools.append(self.rollouts)
+        self.learners = self.group_class(config, run_id, self.colocated_class if self.colocated else self.learner_class)
+        self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
+        self.learners.start(p.start_timeout_s)
+        if self.colocated:
+            self.rollouts = ActorPool("colocated", self.learners.world_size, lambda index, _: self.learners.actors[index],
+                                      prepare=self._prepare, respawns=False, **common)
+            self.pools.append(self.rollouts)
+        self._drive("actors to start", lambda: all(pool.all_ready for pool in self.pools))
+        self.sampling = Sampling(config, self.rollouts)
+        self.scoring = Scoring(config, rewards)
+        self.rewards = rewards
+        if self.recorder.resume_from:
+            self.learners.call("load", self.recorder.resume_from.uri)
+
+    def _spawner(self, actor_class: type, pool: Any, name: str, args: tuple) -> Callable[[int, int], Any]:
+        def spawn(index: int, incarnation: int) -> Any:
+            options = actor_options(pool, f"{self.recorder.run_id}-{name}-{index}-{incarnation}")
+            return ray.remote(actor_class).options(**options).remote(*args)
+        return spawn
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to `run.steps`. Order within a step: updates, publish, evaluation if due, checkpoint."""
+        first, last, e = self.recorder.start_step, self.config.run.steps, self.config.eval
+        self.publish(first)
+        if first == 0 and e.at_start and self.inputs.eval:
+            self._record({"step": 0, **self.evaluate(0)})
+        for step in range(first, last):
+            started = time.perf_counter()
+            row = self.train_step(plan_step(self.config, self.inputs.train, step))
+            done = step + 1
+            due = (e.every_steps and done % e.every_steps == 0) or (e.at_end and done == last)
+            if due and self.inputs.eval:
+                row |= self.evaluate(done)
+            row["time_step"] = time.perf_counter() - started
+            self._record(row)
+            every = self.config.checkpoint.every_steps
+            if done == last or (every and done % every == 0):
+                entries = self.learners.call("save", self.recorder.checkpoint_uri(done))[0]
+                self.recorder.commit(done, entries, self._totals())
+
+    def train_step(self, plan: StepPlan) -> Row:
+        """Sample, score, learn and publish one step; returns its row."""
+        started = time.perf_counter()
+        self._reset_clocks()
+        board, updates = StepBoard(self.config, plan, self.learners.world_size), []
+        self.learners.cast("begin_step", plan)
+        self._encode_negatives(plan)
+        for group in plan.groups:
+            self._with_conditioning(group, lambda ref, group=group: self._sample_group(board, group, ref))
+        if plan.step + 1 < self.config.run.steps:  # the text encoders need no new weights: fill the learner's tail
+            for group in plan_step(self.config, self.inputs.train, plan.step + 1).groups:
+                self._with_conditioning(group, lambda ref, g=group: self._conditionings.update({(g.step, g.group): ref}))
+        self._drive(f"step {plan.step + 1}", lambda: self._feed(board, updates) and not self.learners.pending
+                    and self.rollouts.idle)
+        learned = time.perf_counter()
+        advantages = self.learners.call("step_advantages")[0]
+        norms = self.publish(plan.version + 1)
+        row = {"step": plan.step + 1, **_merge(updates), **step_row(plan, board.complete, advantages), **norms}
+        row |= self._speed(row, time.perf_counter() - started) | {"time_sync": time.perf_counter() - learned}
+        row["dropped_groups"] = board.dropped_groups
+        self.recorder.samples(plan.step + 1, plan, board.complete, advantages)
+        return row
+
+    def _feed(self, board: StepBoard, updates: list[Row]) -> bool:
+        """Give the learner what is ready, in plan order; True when the whole step has been issued."""
+        if self.colocated and self.rollouts.queued:
+            return False  # one process does both: sampling goes first, so that scoring overlaps with it
+        while not board.issued:
+            for micro in board.ready_micro_steps():
+                self._issue("accumulate", [(item, micro.scores, self._negative(board, item.shard), *board.arguments(item))
+                                           for item in micro.work])
+            if not board.update_issued or (self.colocated and not board.all_sampled):
+                return False
+            if self.config.train.on_ratio_mismatch == "recompute" and board.update == 0:
+                for work in board.later_micro_steps():
+                    self._issue("recompute", [(item, self._negative(board, item.shard), *board.arguments(item))
+                                              for item in work])
+            refs = self.learners.cast("apply")
+            self._learner_events[refs[0]] = updates.append
+            board.next_update()
+        return True
+
+    def _issue(self, method: str, args_per_rank: list[tuple]) -> None:
+        for ref in self.learners.cast_each(method, args_per_rank):
+            self._learner_events[ref] = self._learned
+
+    def _learned(self, timing: Row | None) -> None:
+        self._learner_seconds += timing["seconds"] if timing else 0.0
+
+    def _drive(self, what: str, done: Callable[[], bool]) -> None:
+        """Handle events until `done()`; every call in flight has a deadline, and what is waited for is logged."""
+        last_log = time.monotonic()
+        while not done():
+            ready = wait_for_events(self.pools, list(self.learners.pending), what, longest_s=0.25)
+            for pool in self.pools:
+                pool.settle(ready)
+            for ref in [ref for ref in self.learners.pending if ref in ready]:
+                value = self.learners.reap(ref)
+                self._learner_events.pop(ref, lambda _: None)(value)
+            self.learners.check_deadline()
+            doing = {pool.name: pool.activity() for pool in self.pools} | {"learner": self.learners.activity()}
+            self.observer.activity(doing)
+            if time.monotonic() - last_log > 30:
+                log.info("waiting for %s: %s", what, doing)
+                last_log = time.monotonic()
+
+    # Weights ----------------------------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> Row:
+        """Export the learner's weights as `version` and prove that every rollout actor holds them."""
+        infos, adapter, ema = self.learners.export(version)
+        info = agreed(infos)
+        self.published = {"policy": Published("policy", version, info.digest, info.tensors, info.changed, adapter)}
+        self._ema = Published("ema", version, info.ema_digest, info.tensors, -1, ema)
+        self.rollouts.prepare_again(lambda handle: self._load(handle, "policy"))
+        self._drive(f"weight sync of version {version}", lambda: self.rollouts.all_ready)
+        return dict(info.norms)
+
+    def _load(self, handle: Any, slot: str) -> Checked:
+        """The call that gives an actor a published slot, and the proof it has to answer with."""
+        held = self.published[slot]
+        adopt = slot == "policy" and self.colocated
+        ref = (handle.adopt_adapter.remote(held.version) if adopt
+               else handle.load_adapter.remote(slot, held.version, held.arrays))
+        return [(ref, lambda reply: verify(reply, held))]
+
+    def _prepare(self, handle: Any) -> Checked:
+        """A new actor answers once it is up and holds every published slot: birth and rebirth take one path."""
+        return _ready(handle) + [call for slot in self.published for call in self._load(handle, slot)]
+
+    # Sampling ---------------------------------------------------------------------------------------------------------
+
+    def _with_conditioning(self, group: GroupPlan, then: Callable[[ray.ObjectRef], None]) -> None:
+        ref = self._conditionings.pop((group.step, group.group), None)
+        if ref is not None:
+            then(ref)
+        else:
+            self.sampling.encode(group.record, (group.step, group.group), then)
+
+    def _negative_text(self, group: GroupPlan) -> str | None:
+        if self.config.sampling.guidance_scale <= 1:
+            return None
+        own = group.record.negative_prompt
+        return self.config.data.negative_prompt if own is None else own
+
+    def _negative(self, board: StepBoard, shard: ShardPlan) -> ray.ObjectRef | None:
+        return self.sampling.negative(self._negative_text(board.plan.groups[shard.group]))
+
+    def _encode_negatives(self, plan: StepPlan) -> None:
+        texts = {self._negative_text(group) for group in plan.groups} - {None}
+        self._need_negatives(texts)
+
+    def _need_negatives(self, texts: set[str]) -> None:
+        new = [text for text in sorted(texts) if not self.sampling.has_negative(text)]
+        for text in new:
+            self.sampling.encode_negative(text)
+        self._drive("negative prompts", lambda: all(self.sampling.has_negative(text) for text in new))
+
+    def _sample_group(self, board: StepBoard, group: GroupPlan, conditioning: ray.ObjectRef) -> None:
+        board.encoded(group.group, conditioning)
+        for shard in group.shards:
+            self._sample_shard(board, group, shard, conditioning)
+
+    def _sample_shard(self, board: StepBoard, group: GroupPlan, shard: ShardPlan, conditioning: ray.ObjectRef) -> None:
+        what = f"step {group.step + 1} group {group.group} shard {shard.shard}"
+        order = (group.step, group.group, shard.shard)
+
+        def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
+            board.sampled(shard, trajectory)
+            self.scoring.submit(what, order, images, [group.record] * len(shard.samples),
+                                lambda scores: board.scored(shard, scores))
+
+        request = sample_request(self.config, self.recorder.run_id, group, shard)
+        self.sampling.sample(what, order, request, self._negative_text(group), [conditioning], sampled)
+
+    # Evaluation and records -------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> Row:
+        """Evaluate raw and EMA weights at fixed seeds, and record their grids."""
+        started, row = time.perf_counter(), {}
+        self._need_negatives({text for shard in plan_evaluation(self.config, self.inputs.eval)
+                              if (text := evaluation_negative(self.config, shard)) is not None})
+        for weights in ("policy", "ema") if self.config.train.ema.enabled else ("policy",):
+            if weights == "ema":
+                self.published["ema"] = self._ema
+                self.rollouts.prepare_again(lambda handle: self._load(handle, "ema"))
+                self._drive("weight sync of the EMA", lambda: self.rollouts.all_ready)
+            evaluation = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling,
+                                          self.scoring)
+            self._drive(f"evaluation of {weights} at step {step}", lambda: evaluation.finished)  # noqa: B023
+            row |= evaluation.row()
+            prompts = [self.inputs.eval[p].prompt for s in evaluation.shards
+                       for p, _ in s.items[: len(s.items) - s.padding]]
+            self.recorder.grid(weights, step, [evaluation.pngs[i] for i in sorted(evaluation.pngs)],
+                               prompts[: len(evaluation.pngs)])
+        return row | {"time_eval": time.perf_counter() - started}
+
+    def _reset_clocks(self) -> None:
+        self._learner_seconds = 0.0
+        for counter in (self.sampling.seconds, self.sampling.calls, self.scoring.seconds):
+            counter.clear()
+
+    def _speed(self, row: Row, seconds: float) -> Row:
+        """Throughput, and the share of the step in which each role worked."""
+        p, images = self.config.pools, row["images"]
+        pools = [p.learner, *(self.config.reward_pool(name) for name in self.rewards)]
+        gpus = sum(pool.num_gpus * pool.replicas for pool in pools + ([] if self.colocated else [p.rollout]))
+        reward_actors = sum(len(pool.members) for pool in self.rewards.values())
+        speed = {
+            "images_per_s": images / seconds,
+            "busy_share/rollout": self.sampling.seconds.total() / (len(self.rollouts.members) * seconds),
+            "busy_share/reward": self.scoring.seconds.total() / (reward_actors * seconds),
+            "busy_share/learner": self._learner_seconds / (self.learners.world_size * seconds),
+            "time_sample_call": self.sampling.seconds["sample"] / max(1, self.sampling.calls["sample"]),
+            "time_encode": self.sampling.seconds["encode"],
+            "time_learn": self._learner_seconds / self.learners.world_size,
+        }
+        return speed | ({"images_per_gpu_s": images / seconds / gpus} if gpus else {})
+
+    def _record(self, row: Row) -> None:
+        """Add the totals since the start of the run, and record the row."""
+        row |= self._totals()
+        self.observer.row(self.recorder.row(row))
+
+    def _totals(self) -> Row:
+        before = self.recorder.totals
+        totals: Row = {"late_answers_dropped": sum(pool.count_late_answers() for pool in self.pools),
+                       "time_total": time.perf_counter() - self._started}
+        for name in self.rewards:
+            totals[f"scoring_retries/{name}"] = self.scoring.counts[f"retries/{name}"]
+            totals[f"scoring_failures/{name}"] = self.scoring.counts[f"failures/{name}"]
+        for pool in self.pools:
+            totals[f"actor_deaths/{pool.name}"] = pool.counts["deaths"]
+            totals[f"timeouts/{pool.name}"] = pool.counts["timeouts"]
+        return {key: value + before.get(key, 0) for key, value in totals.items()}
+
+
+def _ready(handle: Any) -> Checked:
+    return [(handle.ready.remote(), lambda pid: None)]
+
+
+def sample_request(config: Config, run_id: str, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
+    """The request of a training shard."""
+    s, seed = config.sampling, config.train.seed
+    return SampleRequest(
+        run_id=run_id, slot="policy", version=group.version,
+        noise_keys=tuple((seed, group.step, group.group, sample) for sample in shard.samples), stream="train",
+        index=(0,) * len(shard.samples), height=group.height, width=group.width, num_steps=s.num_steps,
+        guidance_scale=s.guidance_scale, window=group.window, shared_initial_noise=s.shared_initial_noise)
+
+
+def _merge(updates: list[Row]) -> Row:
+    """One row from the updates of a step: counts add up, totals are the last, the gate is the first's, the rest means."""
+    summed, last = ("valid_samples", "masked_samples", "nonzero_advantages"), ("updates", "skipped_updates", "idle_updates", "ema_decay")
+    row: Row = {}
+    for key in updates[0]:
+        values = [update[key] for update in updates]
+        row[key] = (sum(values) if key in summed else values[-1] if key in last else values[0] if key == "first_update_log_ratio_max"
+                    else sum(values) / len(values))
+    for key in ("seconds", "cpu_seconds"):
+        row.pop(key)
+    return row

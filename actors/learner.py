@@ -1,0 +1,184 @@
+"""The learner actor (one rank) and the group of them that the driver talks to."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util import remove_placement_group
+
+from actors.placement import actor_options, place_learners
+from flowgrpo_ray import device as devices
+from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.learning import parallel
+from flowgrpo_ray.checkpoint import FileEntry
+from flowgrpo_ray.learning.learner import Learner
+from flowgrpo_ray.learning.state import read_learner_state, write_learner_state
+from flowgrpo_ray.plan import RankShard, StepPlan
+from flowgrpo_ray.policies import load_policy, lora
+from flowgrpo_ray.policies.lora import LoraSettings
+from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
+
+
+class LearnerMethods:
+    """What a learner actor and a colocated actor have in common."""
+
+    learner: Learner
+    settings: LoraSettings
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self.learner.begin_step(plan)
+
+    def accumulate(
+        self, work: RankShard, scores: dict[int, GroupScores], negative: Arrays | None, conditioning: Arrays,
+        *trajectories: Trajectory,
+    ) -> dict[str, float]:
+        """`scores`: those of complete groups that the rank has not been told yet."""
+        self.learner.add_scores(scores)
+        return self.learner.accumulate(work, negative, conditioning, *trajectories)
+
+    def recompute(self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory) -> None:
+        self.learner.recompute(work, negative, conditioning, *trajectories)
+
+    def apply(self) -> dict[str, float]:
+        return self.learner.apply()
+
+    def step_advantages(self) -> dict[int, np.ndarray]:
+        return self.learner.step_advantages()
+
+    def export(self, version: int) -> tuple[ExportInfo, Arrays | None, Arrays | None]:
+        return self.learner.export(version)
+
+    def save(self, step_uri: str) -> list[FileEntry]:
+        """Write this learner's files of a checkpoint (rank 0; the others only take part in the gathering)."""
+        tensors, counters = self.learner.state()
+        if self.learner.rank != 0:
+            return []
+        return write_learner_state(step_uri, tensors, counters, self.settings, type(self.learner.policy))
+
+    def load(self, step_uri: str) -> None:
+        """Take the state of a committed checkpoint; every rank reads it for itself."""
+        self.learner.load_state(*read_learner_state(step_uri))
+
+    def ready(self) -> int:
+        return os.getpid()
+
+
+class LearnerActor(LearnerMethods):
+    """One rank. It computes nothing before `setup` has joined it to its group."""
+
+    parts = "learner"
+
+    def __init__(self, config_tree: dict, on_gpu: bool, run_id: str, nice: int = 0) -> None:
+        self._config, self._run_id = from_tree(config_tree), run_id
+        devices.lower_priority(nice)
+        self._device = devices.configure_process(on_gpu=on_gpu, cpu_threads=self._config.model.cpu_threads)
+
+    def address(self) -> str:
+        """An init_method on this node, at a port that is free now."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+    def setup(self, rank: int, world_size: int, init_method: str) -> str:
+        """Join the group, load the model, attach LoRA, shard. Returns the sharding chosen."""
+        config = self._config
+        if world_size > 1 or config.train.sharding in ("full", "hybrid"):
+            parallel.join(rank, world_size, init_method, self._device, config.pools.learner.collective_timeout_s)
+        policy = load_policy(config.model, device=self._device, parts=self.parts)
+        self.settings = lora.attach(policy, config.lora, config.train.seed)
+        self.learner = Learner(policy, config, run_id=self._run_id, rank=rank, world_size=world_size)
+        return self.learner.sharding
+
+
+class LearnerGroup:
+    """The ranks, seen from the driver. Every call goes to all ranks in one order; the first failure ends the group."""
+
+    def __init__(self, config: Config, run_id: str, actor_class: type = LearnerActor) -> None:
+        pool = config.pools.learner
+        self.world_size, self._timeout = pool.replicas, pool.timeout_s
+        self.group = place_learners(config)
+        tree = config.model_dump(mode="json")
+        self.actors = [
+            ray.remote(actor_class).options(**actor_options(pool, f"{run_id}-learner-{rank}", group=self.group, bundle=rank)).remote(
+                tree, pool.num_gpus > 0, run_id, pool.nice)
+            for rank in range(self.world_size)
+        ]
+        self.pending: dict[ray.ObjectRef, str] = {}
+        self._last_progress = time.monotonic()
+
+    def start(self, timeout_s: float) -> None:
+        """Form the group; all ranks load the model at the same time."""
+        address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s)[0]
+        self._get(self.cast_each("setup", [(rank, self.world_size, address) for rank in range(self.world_size)]), timeout_s)
+
+    def cast(self, method: str, *args: Any) -> list[ray.ObjectRef]:
+        """Issue a call to all ranks without waiting; its failure shows at the next `reap`."""
+        return self.cast_each(method, [args] * self.world_size)
+
+    def cast_each(self, method: str, args_per_rank: list[tuple]) -> list[ray.ObjectRef]:
+        """Issue a call with arguments of its own for each rank."""
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, args_per_rank, strict=True)]
+        return self._watch(refs, method)
+
+    def _watch(self, refs: list[ray.ObjectRef], method: str) -> list[ray.ObjectRef]:
+        if not self.pending:
+            self._last_progress = time.monotonic()
+        for rank, ref in enumerate(refs):
+            self.pending[ref] = f"{method} on learner rank {rank}"
+        return refs
+
+    def export(self, version: int) -> tuple[list[ExportInfo], ray.ObjectRef, ray.ObjectRef]:
+        """Every rank's account of the version, and the refs of rank 0's adapter and EMA adapter."""
+        refs = [actor.export.options(num_returns=3).remote(version) for actor in self.actors]
+        infos = self._get(self._watch([info for info, _, _ in refs], "export"), self._timeout)
+        return infos, refs[0][1], refs[0][2]
+
+    def check_deadline(self) -> None:
+        """Raises FlowGrpoError where calls are pending and none has been answered for `pools.learner.timeout_s`."""
+        if self.pending and time.monotonic() - self._last_progress > self._timeout:
+            raise FlowGrpoError(f"no answer within {self._timeout:g} s (pools.learner.timeout_s) from "
+                                + ", ".join(sorted(set(self.pending.values()))))
+
+    def activity(self) -> list[str]:
+        """What each rank is doing, for the live view."""
+        doing = {what.rsplit(" ", 1)[1]: what.split(" ", 1)[0] for what in reversed(self.pending.values())}
+        return [doing.get(str(rank), "idle") for rank in range(self.world_size)]
+
+    def reap(self, ref: ray.ObjectRef) -> Any:
+        """Take the value of a finished call; a failed one is raised with the rank's name."""
+        what = self.pending.pop(ref)
+        self._last_progress = time.monotonic()
+        try:
+            return ray.get(ref, timeout=60)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
+            raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
+        except ray.exceptions.RayError as error:
+            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Issue a call to all ranks and wait for all answers, in rank order."""
+        return self._get(self.cast(method, *args), timeout_s or self._timeout)
+
+    def _get(self, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
+        waiting, values = list(refs), {}
+        while waiting:
+            # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            if not done:
+                names = ", ".join(self.pending[ref] for ref in waiting)
+                raise FlowGrpoError(f"no answer within {timeout_s:g} s from {names}")
+            values[done[0]] = self.reap(done[0])
+        return [values[ref] for ref in refs]
+
+    def shutdown(self) -> None:
+        """Kill all ranks (none may stay in a collective) and give their resources back."""
+        for actor in self.actors:
+            ray.kill(actor)
+        remove_placement_group(self.group)

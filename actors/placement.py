@@ -1,0 +1,95 @@
+"""Where actors go: Ray options from pool settings, the learners' placement group, and the check that all fits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flowgrpo_ray.config import Config, PoolConfig
+from flowgrpo_ray.errors import ResourceError
+
+log = logging.getLogger(__name__)
+
+
+def actor_options(pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0) -> dict[str, Any]:
+    """Ray options of one actor. Never restarted by Ray: a restarted actor would hold no adapter; the pool respawns.
+
+    An actor without a GPU sees none: current Ray would show it every GPU of the node.
+    """
+    env = dict(pool.env)
+    if pool.num_gpus == 0:
+        env.setdefault("CUDA_VISIBLE_DEVICES", "")
+    options: dict[str, Any] = {
+        "num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "name": name, "max_restarts": 0, "max_task_retries": 0,
+        "runtime_env": {"env_vars": env},
+    }
+    if group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    elif pool.label_selector:
+        options["label_selector"] = dict(pool.label_selector)
+    return options
+
+
+def asked(config: Config) -> dict[str, float]:
+    """Resources that all actors of the run reserve together."""
+    pools: list[PoolConfig] = [config.pools.learner, *(config.reward_pool(name) for name in config.rewards)]
+    if config.pools.placement == "split":
+        pools.append(config.pools.rollout)
+    return {"CPU": sum(p.replicas * p.num_cpus for p in pools), "GPU": sum(p.replicas * p.num_gpus for p in pools)}
+
+
+def check_resources(config: Config) -> None:
+    """Compare what is asked with what the cluster has free, before any actor starts.
+
+    Raises:
+        ResourceError: it does not fit (with `pools.autoscaling`: not within `pools.start_timeout_s`).
+    """
+    need, start = asked(config), time.monotonic()
+    last_log = start
+    while True:
+        free = ray.available_resources()
+        short = {kind: amount for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6}
+        if not short:
+            return
+        total = ray.cluster_resources()
+        text = "; ".join(f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}"
+                         for kind, amount in short.items())
+        waited = time.monotonic() - start
+        # Resources of actors that have just ended come back within moments: allow for that before giving up.
+        if waited > (config.pools.start_timeout_s if config.pools.autoscaling else 10):
+            hint = "" if config.pools.autoscaling else " (pools.autoscaling: true waits for a cluster that grows)"
+            raise ResourceError(f"the cluster cannot hold the actors: {text}{hint}. Lower pools.*.replicas or num_cpus, "
+                                "or add nodes")
+        if time.monotonic() - last_log >= 30:
+            log.warning("waiting for resources for %.0f s: %s", waited, text)
+            last_log = time.monotonic()
+        time.sleep(0.5)
+
+
+def place_learners(config: Config) -> PlacementGroup:
+    """One placement group for all learner ranks, packed.
+
+    Raises:
+        ResourceError: not placed within `pools.start_timeout_s`.
+    """
+    pool = config.pools.learner
+    bundle = {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+    bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
+    selectors = {"bundle_label_selector": [dict(pool.label_selector)] * pool.replicas} if pool.label_selector else {}
+    group = placement_group([bundle] * pool.replicas, strategy="PACK", **selectors)
+    start = time.monotonic()
+    while not group.wait(timeout_seconds=min(30.0, config.pools.start_timeout_s)):
+        waited = time.monotonic() - start
+        log.warning("waiting for %d learner bundles of %s for %.0f s; free: %s", pool.replicas, bundle, waited,
+                    ray.available_resources())
+        if waited >= config.pools.start_timeout_s:
+            remove_placement_group(group)
+            raise ResourceError(f"{pool.replicas} learner bundles of {bundle} (labels {dict(pool.label_selector)}) were not "
+                                f"placed within pools.start_timeout_s = {config.pools.start_timeout_s:g} s; the cluster has "
+                                f"{ray.cluster_resources()}")
+    return group

@@ -1,0 +1,309 @@
+"""A pool of interchangeable actors: least-loaded dispatch in plan order, deadlines, and replacement of the dead.
+
+The pool decides who does a task and how often; it never decides what the task is. So nothing here can change a result.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from flowgrpo_ray.errors import FlowGrpoError, ResourceError
+
+log = logging.getLogger(__name__)
+
+Checked = list[tuple[ray.ObjectRef, Callable[[Any], None]]]  # calls, each with a check of its answer
+
+
+@dataclass
+class Task:
+    """One call on any actor of a pool.
+
+    `on_done(value, rest)` gets the first return's value and the refs of the others; `on_failed(error)` an exception of
+    the call, a `TimeoutError`, or `ActorKilledError` after the task has killed two actors.
+    """
+
+    what: str  # for people: logs and errors
+    method: str
+    args: tuple
+    order: tuple  # plan order; smaller goes first
+    timeout_s: float
+    on_done: Callable[[Any, list[ray.ObjectRef]], None]
+    on_failed: Callable[[Exception], None]
+    num_returns: int = 1
+    kills: int = 0
+
+
+class ActorKilledError(FlowGrpoError):
+    """The same task has killed two actors."""
+
+
+@dataclass
+class _Running:
+    task: Task
+    refs: list[ray.ObjectRef]
+    deadline: float
+
+
+@dataclass
+class _Member:
+    index: int
+    handle: Any
+    starting: Checked
+    start_deadline: float
+    running: dict[ray.ObjectRef, _Running] = field(default_factory=dict)
+    pid: int = 0  # of its process, once it is up
+
+
+class ActorPool:
+    """`replicas` actors of one kind.
+
+    Args:
+        spawn: makes the actor of a member index and incarnation.
+        prepare: calls that the new actor has to answer before it gets work, each with a check of the answer that raises
+            where it is wrong (a rollout actor loads and proves the current adapter here).
+        depth: calls in flight per actor; 2 hides the driver's latency.
+        max_deaths: deaths in the run before the pool gives up.
+    """
+
+    def __init__(
+        self, name: str, replicas: int, spawn: Callable[[int, int], Any], *, prepare: Callable[[Any], Checked],
+        start_timeout_s: float, max_deaths: int, depth: int = 2, respawns: bool = True,
+    ) -> None:
+        self.name, self.depth = name, depth
+        self._spawn, self._prepare = spawn, prepare
+        self._start_timeout, self._max_deaths, self._respawns = start_timeout_s, max_deaths, respawns
+        self._queue: list[Task] = []
+        self.counts: Counter[str] = Counter()  # deaths, timeouts, late_answers
+        self._incarnation = 0
+        self._late: list[ray.ObjectRef] = []
+        self.members = [self._new_member(index) for index in range(replicas)]
+
+    # Members ----------------------------------------------------------------------------------------------------------
+
+    def _new_member(self, index: int) -> _Member:
+        handle = self._spawn(index, self._incarnation)
+        self._incarnation += 1
+        return _Member(index, handle, self._prepare(handle), time.monotonic() + self._start_timeout)
+
+    def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
+        """Make every member answer further calls before it gets more work (a new adapter is out)."""
+        for member in self.members:
+            if member.running:
+                raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
+            member.starting = [*member.starting, *prepare(member.handle)]
+            member.start_deadline = time.monotonic() + self._start_timeout
+
+    @property
+    def all_ready(self) -> bool:
+        return all(not member.starting for member in self.members)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing queued and nothing running."""
+        return not self._queue and not any(member.running for member in self.members)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def activity(self) -> list[str]:
+        """What each actor is doing, for the live view."""
+        return [
+            "starting" if m.starting else next((r.task.what for r in m.running.values()), "idle") for m in self.members
+        ]
+
+    # Work -------------------------------------------------------------------------------------------------------------
+
+    def submit(self, task: Task) -> None:
+        self._queue.append(task)
+        self._queue.sort(key=lambda t: t.order)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give queued tasks, in plan order, to the least loaded ready actors."""
+        while self._queue:
+            free = [m for m in self.members if not m.starting and len(m.running) < self.depth]
+            if not free:
+                return
+            member = min(free, key=lambda m: (len(m.running), m.index))
+            self._start(member, self._queue.pop(0))
+
+    def _start(self, member: _Member, task: Task) -> None:
+        refs = getattr(member.handle, task.method).options(num_returns=task.num_returns).remote(*task.args)
+        refs = refs if isinstance(refs, list) else [refs]
+        # Calls of one actor run one after another: the clock of a queued one starts when it can start.
+        earliest = max([time.monotonic(), *(r.deadline for r in member.running.values())])
+        member.running[refs[0]] = _Running(task, refs, earliest + task.timeout_s)
+
+    def waiting_for(self) -> list[ray.ObjectRef]:
+        """Refs whose readiness is an event of this pool."""
+        return [ref for m in self.members for ref in ([ref for ref, _ in m.starting] or m.running)]
+
+    def next_deadline(self) -> float:
+        deadlines = [m.start_deadline for m in self.members if m.starting]
+        deadlines += [r.deadline for m in self.members for r in m.running.values()]
+        return min(deadlines, default=float("inf"))
+
+    def settle(self, ready: set[ray.ObjectRef]) -> None:
+        """Deal with finished calls and with deadlines that have passed, then hand out more work."""
+        for member in list(self.members):
+            if member.starting and member.starting[0][0] in ready:
+                self._go_on_starting(member)
+            elif member.starting and time.monotonic() > member.start_deadline:
+                raise ResourceError(f"pool {self.name}: actor {member.index} was not ready within "
+                                    f"{self._start_timeout:g} s (pools.start_timeout_s)")
+            for ref in [ref for ref in member.running if ref in ready]:
+                if ref in member.running:  # a death settles all of a member's calls at once
+                    self._finish(member, ref)
+            self._expire(member)
+        self.pump()
+
+    def _go_on_starting(self, member: _Member) -> None:
+        """Take the first answer that a starting actor owes."""
+        ref, check = member.starting[0]
+        try:
+            value = ray.get(ref, timeout=60)
+        except RayTaskError as error:
+            raise _start_error(self.name, member.index, error) from error
+        except RayActorError as error:
+            if getattr(error, "actor_init_failed", False):
+                raise _start_error(self.name, member.index, error) from error
+            self._died(member, f"while starting: {_first_line(error)}")
+            return
+        check(value)
+        if not member.pid:
+            member.pid = value  # the first answer is `ready`'s
+        member.starting.pop(0)
+
+    def _finish(self, member: _Member, ref: ray.ObjectRef) -> None:
+        running = member.running[ref]
+        try:
+            value = ray.get(ref, timeout=60)
+        except RayActorError as error:
+            self._died(member, _first_line(error))
+            return
+        except RayTaskError as error:
+            del member.running[ref]
+            self._start_clock(member)
+            running.task.on_failed(error.cause if isinstance(error.cause, Exception) else error)
+            return
+        except RayError as error:
+            del member.running[ref]
+            self._start_clock(member)
+            running.task.on_failed(error)
+            return
+        del member.running[ref]
+        self._start_clock(member)
+        running.task.on_done(value, running.refs[1:])
+
+    @staticmethod
+    def _start_clock(member: _Member) -> None:
+        """The next call of the actor starts now: its deadline counts from here."""
+        for running in member.running.values():
+            running.deadline = min(running.deadline, time.monotonic() + running.task.timeout_s)
+            break
+
+    def _died(self, member: _Member, why: str) -> None:
+        """An actor is gone: not its tasks' fault until one of them has killed two."""
+        self.counts["deaths"] += 1
+        log.warning("pool %s: actor %d died (%s)", self.name, member.index, why)
+        self._salvage(member)
+        # Calls run one at a time, so the oldest is the one that can have killed the actor; the others only waited.
+        for position, running in enumerate(member.running.values()):
+            running.task.kills += position == 0
+        self._replace(member)
+
+    def _salvage(self, member: _Member) -> None:
+        """Calls that were answered before the actor died are done, though their refs were not looked at yet."""
+        for ref, running in list(member.running.items()):
+            if ray.wait([ref], timeout=0)[0]:
+                try:
+                    value = ray.get(ref, timeout=60)
+                except RayError:
+                    continue
+                del member.running[ref]
+                running.task.on_done(value, running.refs[1:])
+
+    def _replace(self, member: _Member) -> None:
+        if not self._respawns:
+            raise FlowGrpoError(f"pool {self.name}: actor {member.index} died, and with it a learner rank")
+        if self.counts["deaths"] + self.counts["timeouts"] > self._max_deaths:
+            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died (pools.max_actor_deaths)")
+        tasks = [running.task for running in member.running.values()]
+        member.running.clear()
+        self.members[self.members.index(member)] = self._new_member(member.index)
+        for task in tasks:
+            if task.kills >= 2:
+                task.on_failed(ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
+            else:
+                self._queue.append(task)
+        self._queue.sort(key=lambda t: t.order)
+
+    def _expire(self, member: _Member) -> None:
+        """The call that runs has passed its deadline: it has failed, and its actor is replaced."""
+        late = next(((ref, r) for ref, r in member.running.items() if time.monotonic() > r.deadline), None)
+        if late is None:
+            return
+        ref, running = late
+        log.warning("pool %s: %s gave no answer within %g s; its actor is replaced", self.name, running.task.what,
+                    running.task.timeout_s)
+        self.counts["timeouts"] += 1
+        del member.running[ref]
+        self._late.append(ref)
+        ray.kill(member.handle)
+        self._replace(member)
+        running.task.on_failed(TimeoutError(f"{running.task.what}: no answer within {running.task.timeout_s:g} s"))
+
+    def count_late_answers(self) -> int:
+        """Answers that came after their task had been given up: dropped, and counted."""
+        for ref in list(self._late):
+            if ray.wait([ref], timeout=0)[0]:
+                self._late.remove(ref)
+                try:
+                    ray.get(ref, timeout=1)
+                    self.counts["late_answers"] += 1
+                except RayError:
+                    pass  # the killed actor's call never answered
+        return self.counts["late_answers"]
+
+    def shutdown(self) -> None:
+        self._queue.clear()
+        for member in self.members:
+            ray.kill(member.handle)
+
+
+def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
+    """What a user has to know of an actor that could not start: our own errors without the remote traceback."""
+    text = str(error.cause) if isinstance(getattr(error, "cause", None), FlowGrpoError) else str(error)
+    own = re.search(r"flowgrpo_ray\.errors\.\w+: (.*)", text, re.DOTALL)
+    return FlowGrpoError(f"pool {pool}: actor {index} could not start: {own[1].strip() if own else text}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float) -> set[ray.ObjectRef]:
+    """Block until some call of the pools or of `others` is finished, or the next deadline has passed.
+
+    Raises:
+        FlowGrpoError: nothing is in flight (a wait that could never end).
+    """
+    refs = [ref for pool in pools for ref in pool.waiting_for()] + others
+    if not refs:
+        raise FlowGrpoError(f"waiting for {what}, but nothing is in flight")
+    timeout = max(0.01, min([longest_s, *(pool.next_deadline() - time.monotonic() for pool in pools)]))
+    ready, rest = ray.wait(refs, num_returns=1, timeout=timeout)
+    if ready and rest:
+        more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)
+        ready += more
+    return set(ready)

@@ -1,0 +1,52 @@
+"""The rollout actor: a thin shell over `Sampler`."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from flowgrpo_ray import device as devices
+from flowgrpo_ray.config import from_tree
+from flowgrpo_ray.policies import load_policy, lora
+from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sampling.sampler import Sampler
+from flowgrpo_ray.trajectory import Arrays, SampleMeta, SampleRequest, SyncReply, Trajectory
+
+
+class SamplingMethods:
+    """What a rollout actor and a colocated actor have in common; `self.sampler` is the actor's."""
+
+    sampler: Sampler
+
+    def load_adapter(self, slot: str, version: int, arrays: Arrays) -> SyncReply:
+        """Bind an adapter and answer with the proof (invariant: a weight sync is proven)."""
+        return self.sampler.slots.load(slot, version, arrays)
+
+    def encode(self, record: PromptRecord) -> tuple[float, Arrays]:
+        """Seconds, and the conditioning of one prompt: two returns, so that the driver reads the first alone."""
+        with devices.Stopwatch(self.sampler.policy.device) as watch:
+            conditioning = self.sampler.encode(record)
+        return watch.seconds, conditioning
+
+    def sample(
+        self, request: SampleRequest, negative: Arrays | None, *conditionings: Arrays
+    ) -> tuple[SampleMeta, np.ndarray, Trajectory]:
+        """One shard: metadata, images and trajectory as three returns, so that each goes its own way."""
+        return self.sampler.sample(request, negative, *conditionings)
+
+    def ready(self) -> int:
+        """Answers with the process id once the constructor is through."""
+        return os.getpid()
+
+
+class RolloutActor(SamplingMethods):
+    """Samples with its own copy of the model. Refuses requests for weights that it does not hold."""
+
+    def __init__(self, config_tree: dict, on_gpu: bool, nice: int = 0) -> None:
+        config = from_tree(config_tree)
+        devices.lower_priority(nice)
+        device = devices.configure_process(on_gpu=on_gpu, cpu_threads=config.model.cpu_threads)
+        policy = load_policy(config.model, device=device)
+        lora.attach(policy, config.lora, config.train.seed)
+        self.sampler = Sampler(policy, config)

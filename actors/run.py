@@ -1,0 +1,90 @@
+"""Connect to Ray, or start it on this machine, and run a configuration."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from actors.controller import Controller, Observer
+from actors.evaluator import Evaluator, evaluation_config
+from actors.placement import asked
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.metrics import Row
+from flowgrpo_ray.policies.lora import LoraSettings
+from flowgrpo_ray.preflight import check
+from flowgrpo_ray.recorder import Recorder
+from flowgrpo_ray.trajectory import Arrays
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def connected(config: Config, address: str | None = None) -> Iterator[None]:
+    """A Ray connection for the run: `address`, else RAY_ADDRESS (set inside `ray job submit`), else Ray on this machine.
+
+    A connection that is there already is used as it is. A Ray that was started here ends here; it declares as many CPUs
+    as the configuration asks for, so that a laptop of two cores can run five light actors.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    # The environment is the image (or this virtual environment): no tool may rebuild it on every worker.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    common = {"namespace": f"flowgrpo-{config.run.name}", "log_to_driver": config.logging.level == "debug",
+              "logging_level": logging.WARNING}
+    if address:
+        ray.init(address=address, **common)
+    else:
+        need = asked(config)
+        ray.init(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def train(config: Config, observer: Observer, address: str | None = None, controller_class: type[Controller] = Controller) -> str:
+    """Check everything, run the training, return the URI of the run directory.
+
+    Raises:
+        FlowGrpoError: with all that a user needs to act on.
+    """
+    inputs = check(config)
+    recorder = Recorder(config)
+    try:
+        if recorder.start_step >= config.run.steps:
+            observer.say(f"all {config.run.steps} steps of this run are done; raise run.steps to go on")
+            return recorder.run_dir
+        if recorder.resume_from:
+            observer.say(f"going on from step {recorder.start_step}")
+        with connected(config, address), controller_class(config, inputs, recorder, observer) as controller:
+            controller.run()
+    finally:
+        recorder.close()
+    return recorder.run_dir
+
+
+def evaluate(
+    config: Config, adapter: tuple[Arrays, LoraSettings] | None, observer: Observer, address: str | None = None
+) -> tuple[Row, bytes | None]:
+    """Evaluate an adapter (None: the base model) as training evaluates it; nothing is written.
+
+    Returns:
+        a row with the keys of an evaluation (`eval/policy/<reward>` and so on), and a grid of images as PNG (None with
+        `eval.grid_images` 0).
+
+    Raises:
+        FlowGrpoError: with all that a user needs to act on.
+    """
+    arrays, settings = adapter if adapter is not None else (None, None)
+    config = evaluation_config(config, settings)
+    inputs = check(config)
+    with connected(config, address), Evaluator(config, inputs, observer, arrays) as evaluator:
+        row = evaluator.run()
+    return row, evaluator.results.grid_png

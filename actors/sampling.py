@@ -1,0 +1,81 @@
+"""Encoding and sampling on the rollout pool: the same request is submitted again when an actor dies or fails."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import ray
+
+from actors.pool import ActorPool, Task
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import FlowGrpoError, SyncError
+from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3  # an exception of the model's own code (out of memory, say) is tried on other actors before it ends the run
+
+
+class Sampling:
+    """Turns requests into tasks of the rollout pool. Ray never retries them: a retry under newer weights would relabel
+    data, while the request submitted again names the version that it wants."""
+
+    def __init__(self, config: Config, pool: ActorPool) -> None:
+        self._timeout = config.pools.rollout.timeout_s
+        self._pool = pool
+        self._negatives: dict[str, ray.ObjectRef] = {}
+        self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
+        self.calls: Counter[str] = Counter()
+
+    def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None], attempt: int = 1) -> None:
+        """Encode one prompt; `on_ref` gets the ref of its conditioning."""
+        what = f"encode {record.prompt[:40]!r}"
+
+        def done(seconds: float, rest: list[ray.ObjectRef]) -> None:
+            self.seconds["encode"] += seconds
+            on_ref(rest[0])
+
+        def failed(error: Exception) -> None:
+            self._check_attempts(what, attempt, error)
+            self.encode(record, order, on_ref, attempt + 1)
+
+        self._pool.submit(Task(what, "encode", (record,), order, self._timeout, done, failed, num_returns=2))
+
+    def encode_negative(self, text: str) -> None:
+        """Encode a negative prompt, once per run and text."""
+        self.encode(PromptRecord(prompt=text), (-1,), lambda ref: self._negatives.__setitem__(text, ref))
+
+    def has_negative(self, text: str) -> bool:
+        return text in self._negatives
+
+    def negative(self, text: str | None) -> ray.ObjectRef | None:
+        return None if text is None else self._negatives[text]
+
+    def sample(
+        self, what: str, order: tuple, request: SampleRequest, negative: str | None, conditionings: Sequence[ray.ObjectRef],
+        on_sample: Callable[[SampleMeta, ray.ObjectRef, ray.ObjectRef], None], attempt: int = 1,
+    ) -> None:
+        """Sample one shard; `on_sample` gets its metadata and the refs of its images and trajectory."""
+
+        def done(meta: SampleMeta, rest: list[ray.ObjectRef]) -> None:
+            self.seconds["sample"] += meta.seconds
+            self.calls["sample"] += 1
+            on_sample(meta, *rest)
+
+        def failed(error: Exception) -> None:
+            self._check_attempts(what, attempt, error)
+            self.sample(what, order, request, negative, conditionings, on_sample, attempt + 1)
+
+        args = (request, self.negative(negative), *conditionings)
+        self._pool.submit(Task(f"sample {what}", "sample", args, order, self._timeout, done, failed, num_returns=3))
+
+    @staticmethod
+    def _check_attempts(what: str, attempt: int, error: Exception) -> None:
+        if isinstance(error, SyncError):
+            raise error
+        if attempt >= MAX_ATTEMPTS:
+            raise FlowGrpoError(f"{what} failed {attempt} times: {type(error).__name__}: {error}") from error
+        log.warning("%s failed (%s: %s); it is submitted again", what, type(error).__name__, error)

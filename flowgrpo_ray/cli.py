@@ -1,0 +1,385 @@
+"""The `flowgrpo-ray` command. Everything heavy (torch, Ray, rich) is imported by the command that needs it.
+
+Exit codes: 0 done, 2 a wrong command line or configuration, 1 any other failure that is explained, 130 after Ctrl-C and
+143 after SIGTERM (actors are ended first in both).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from flowgrpo_ray import __version__
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flowgrpo_ray.config import Config
+    from flowgrpo_ray.prompts import PromptRecord
+
+log = logging.getLogger(__name__)
+
+TERMINATED = 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class _Group(TyperGroup):
+    """Turns failures that explain themselves into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            _fail(error, 2)
+        except (FlowGrpoError, OSError) as error:
+            if isinstance(error, OSError) and logging.getLogger("flowgrpo_ray").level == logging.DEBUG:
+                raise  # the operating system's errors say what failed, not where
+            _fail(error, 1)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except SystemExit as stop:
+            # Ray puts its own handler of SIGTERM in place of ours: it exits with the bare number of the signal.
+            if stop.code not in (signal.SIGTERM, TERMINATED):
+                raise
+            typer.echo("terminated", err=True)
+            raise typer.Exit(TERMINATED) from None
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(str(error) or type(error).__name__, err=True)
+    raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Flow-GRPO for flow-matching image models, as actors and learners on Ray.",
+    epilog="Example: flowgrpo-ray train configs/tiny_ocr.yaml")
+
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration file")]
+OptionalConfigArg = Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML configuration file")]
+OverridesArg = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over it, e.g. train.seed=7")]
+AddressOption = Annotated[str | None, typer.Option(
+    metavar="ADDRESS", help="Ray cluster to connect to; default is RAY_ADDRESS, else Ray is started on this machine")]
+RunDirArg = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory: a path, or an s3:// or gs:// URI")]
+AdapterOption = Annotated[str | None, typer.Option(
+    metavar="DIR", help="Folder of an adapter in diffusers format; without it the base model")]
+
+
+# Training and evaluation ----------------------------------------------------------------------------------------------
+
+@app.command(epilog="Example: flowgrpo-ray train configs/tiny_ocr.yaml run.name=first run.steps=30")
+def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOption = None) -> None:
+    """Train an adapter, or go on with a run that was stopped.
+
+    The same command goes on from the newest checkpoint of the run of that name.
+    """
+    from flowgrpo_ray import storage
+    from flowgrpo_ray.config import load
+
+    settings = load(config, overrides)
+    console = _prepare(settings)
+    from flowgrpo_ray.live import open_view, print_summary
+
+    run_dir = storage.join(settings.run.dir, settings.run.name)
+    view = open_view(settings, console)
+    view.say(f"run {settings.run.name}: {settings.run.steps} steps of {settings.sampling.groups_per_step} groups x "
+             f"{settings.sampling.group_size} images, in {storage.display(run_dir)}")
+    try:
+        with view:
+            _ray_logs_join_ours()
+            from actors.run import train as run_training
+
+            run_training(settings, view, address)
+    except BaseException:
+        if view.rows:
+            _report_of_failure(run_dir)
+        raise
+    from flowgrpo_ray.report import write_report
+
+    write_report(run_dir)
+    print_summary(settings, run_dir, console)
+
+
+def _report_of_failure(run_dir: str) -> None:
+    """Write the report of what there is; what ended the run must not be hidden by what goes wrong here."""
+    from flowgrpo_ray import storage
+    from flowgrpo_ray.report import write_report
+
+    try:
+        typer.echo(f"report of the steps done so far: {storage.display(write_report(run_dir))}", err=True)
+    except Exception as error:
+        log.warning("the report could not be written: %s: %s", type(error).__name__, error)
+
+
+@app.command("eval", epilog="Example: flowgrpo-ray eval runs/first/config.yaml --checkpoint latest --ema")
+def evaluate(
+    config: ConfigArg, overrides: OverridesArg = None, adapter: AdapterOption = None,
+    checkpoint: Annotated[str | None, typer.Option(
+        metavar="STEP|latest", help="Evaluate a checkpoint of the run that the configuration names")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="With --checkpoint: its EMA weights")] = False,
+    address: AddressOption = None,
+    grid: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a grid of the images as PNG")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+) -> None:
+    """Evaluate the base model or an adapter on Ray actors.
+
+    Prompts are those of data.eval_prompts; images and scores are those that an evaluation in training makes.
+    """
+    from flowgrpo_ray import offline, storage
+    from flowgrpo_ray.config import load
+
+    if adapter is not None and checkpoint is not None:
+        raise ConfigError("--adapter and --checkpoint both name what to evaluate; give one of them")
+    if ema and checkpoint is None:
+        raise ConfigError("--ema picks the EMA weights of a checkpoint: give --checkpoint STEP or --checkpoint latest")
+    settings = load(config, overrides)
+    info = None
+    if checkpoint is not None:
+        info = offline.find_checkpoint(storage.join(settings.run.dir, settings.run.name), checkpoint)
+    console = _prepare(settings, err=True)
+    from flowgrpo_ray.live import PlainView
+    from flowgrpo_ray.policies.lora import load_adapter
+
+    found = None
+    if adapter is not None or info is not None:
+        with offline.adapter_folder(folder=adapter, of=info, ema=ema) as folder:
+            found = load_adapter(folder)
+    what = adapter or (f"{storage.display(info.uri)}{' (ema)' if ema else ''}" if info else "base model")
+    _ray_logs_join_ours()
+    from actors.run import evaluate as run_evaluation
+
+    with PlainView(settings, console) as view:
+        row, png = run_evaluation(settings, found, view, address)
+    if grid is not None and png is not None:
+        storage.write_bytes(str(grid), png)
+    names = [key.removeprefix("eval/policy/") for key in row if key.startswith("eval/policy/")]
+    images, masked = row["eval_images/policy"], row["eval_masked/policy"]
+    scores = {name: {"mean": row[f"eval/policy/{name}"], "std": row[f"eval_std/policy/{name}"]} for name in names}
+    if as_json:
+        typer.echo(json.dumps({"weights": what, "prompts": settings.data.eval_prompts, "images": int(images),
+                               "images_without_score": int(masked), "scores": scores}, indent=2))
+        return
+    typer.echo(f"{what} on {settings.data.eval_prompts}: {images:.0f} images"
+               + (f", and {masked:.0f} without a score" if masked else ""))
+    width = max(map(len, [*names, "reward"]))
+    typer.echo(f"{'reward':<{width}}  {'mean':>8}  {'std. error':>10}")
+    for name, score in scores.items():
+        typer.echo(f"{name:<{width}}  {score['mean']:>8.4f}  {score['std'] / max(images, 1) ** 0.5:>10.4f}")
+
+
+# Without Ray ----------------------------------------------------------------------------------------------------------
+
+@app.command(epilog="Example: flowgrpo-ray sample configs/tiny_ocr.yaml --prompt 'the word \"RAY\"' -n 4 "
+                    "--adapter runs/first/checkpoints/step_30/adapter --out pictures")
+def sample(
+    config: OptionalConfigArg = None, overrides: OverridesArg = None,
+    model: Annotated[str | None, typer.Option(
+        metavar="PATH", help="Instead of CONFIG: folder or hub name of a diffusers pipeline")] = None,
+    adapter: AdapterOption = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; repeat it for more")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompt file: .txt, .jsonl or .parquet")] = None,
+    n: Annotated[int, typer.Option("-n", "--images", min=1, help="Images per prompt")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, as eval.seed")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that the images go into")] = Path("samples"),
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; default eval.num_steps")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; default is the evaluation's")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.height")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.width")] = None,
+    kernel: Annotated[str | None, typer.Option(
+        metavar="NAME", help="Sample with an SDE: flow_sde, cps or dance_sde; default is the ODE")] = None,
+    noise_level: Annotated[float | None, typer.Option(help="With --kernel: a; default sampling.noise_level")] = None,
+    floats: Annotated[bool, typer.Option("--float", help="Also write float32 [3, H, W] in [0, 1] as .npy")] = False,
+) -> None:
+    """Make images with the base model or an adapter, without Ray.
+
+    Noise is that of an evaluation: image i of prompt p looks the same whatever else is asked for. Prints the paths.
+    """
+    from flowgrpo_ray import offline
+
+    config, overrides = _optional_config(config, overrides)
+    if (config is None) == (model is None):
+        raise ConfigError("give a configuration or --model PATH, one of the two: both say which model samples")
+    if model is not None:
+        overrides = [*overrides, f"model.path={json.dumps(model)}"]
+    settings = offline.sampling_config(
+        _load_or_default(config, overrides), images=n, seed=seed, steps=steps, guidance=guidance, height=height,
+        width=width, kernel=kernel, noise_level=noise_level)
+    records = _prompts(prompt, prompts)
+    _prepare(settings, err=True)
+    with offline.adapter_folder(folder=adapter) if adapter is not None else nullcontext() as folder:
+        for path in offline.sample(settings, records, out, adapter=folder, sde=kernel is not None, floats=floats):
+            typer.echo(str(path))
+
+
+def _prompts(texts: list[str] | None, file: str | None) -> list[PromptRecord]:
+    from flowgrpo_ray.prompts import PromptRecord, load_prompts
+
+    if not texts and file is None:
+        raise ConfigError("what shall be sampled? Give --prompt TEXT (several times if you like) or --prompts FILE")
+    if blank := [text for text in texts or [] if not text.strip()]:
+        raise ConfigError(f"--prompt {blank[0]!r} is blank")
+    given = [PromptRecord(prompt=text, line=number) for number, text in enumerate(texts or [], 1)]
+    return given + (load_prompts(file) if file is not None else [])
+
+
+@app.command(epilog="Example: flowgrpo-ray export runs/first --step latest --ema --out my-adapter")
+def export(
+    run_dir: RunDirArg,
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder that the adapter goes into")],
+    step: Annotated[str, typer.Option(metavar="STEP|latest", help="Which checkpoint")] = "latest",
+    ema: Annotated[bool, typer.Option("--ema", help="The EMA weights")] = False,
+) -> None:
+    """Copy a checkpoint's adapter for use in diffusers.
+
+    Every byte of the checkpoint is verified first. Prints the Python that loads the adapter.
+    """
+    from flowgrpo_ray import offline, storage
+
+    uri, found = offline.export(run_dir, step, ema=ema, out=out)
+    typer.echo(f"{'EMA ' if ema else ''}adapter of step {found}: {storage.display(uri)}\n")
+    typer.echo(offline.loading_code(offline.run_config(run_dir), out))
+
+
+@app.command(epilog="Example: flowgrpo-ray report runs/first")
+def report(run_dir: RunDirArg) -> None:
+    """Write report.html of a run, in progress or done."""
+    from flowgrpo_ray import offline, storage
+
+    offline.check_run_dir(run_dir)
+    _quiet("warning")
+    from flowgrpo_ray.report import write_report
+
+    typer.echo(storage.display(write_report(run_dir)))
+
+
+# What there is --------------------------------------------------------------------------------------------------------
+
+@app.command("config", epilog="Example: flowgrpo-ray config configs/tiny_ocr.yaml sampling.group_size=8")
+def show_config(
+    config: OptionalConfigArg = None, overrides: OverridesArg = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without comments")] = False,
+) -> None:
+    """Print a configuration in full, every field documented.
+
+    Without CONFIG the defaults.
+    """
+    from flowgrpo_ray.config import to_yaml
+
+    settings = _load_or_default(*_optional_config(config, overrides))
+    typer.echo(to_yaml(settings, documented=not plain), nl=False)
+
+
+@app.command(epilog="Example: flowgrpo-ray rewards ocr")
+def rewards(name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this reward")] = None) -> None:
+    """List the rewards: range, packages, options."""
+    from flowgrpo_ray.rewards.base import known_rewards, reward_class
+
+    for known in known_rewards() if name is None else [name]:
+        cls = reward_class(known)
+        low, high = cls.range
+        typer.secho(known, bold=True)
+        typer.echo(f"  {cls.description}")
+        packages = ", ".join(cls.packages) or "none"
+        typer.echo(f"  range {low:g} to {high:g}, scored per {cls.scope}; packages: {packages}")
+        for key, option in cls.options.items():
+            typer.echo(f"  option {key} = {option.default}: {option.description}")
+
+
+@app.command(epilog="Example: flowgrpo-ray metrics > metrics.md")
+def metrics() -> None:
+    """Print the table of metrics as Markdown."""
+    from flowgrpo_ray.metrics import table
+
+    typer.echo(table(), nl=False)
+
+
+@app.command(epilog="Example: flowgrpo-ray version")
+def version() -> None:
+    """Print the version of this package and of what it uses."""
+    typer.echo(f"flowgrpo-ray {__version__}")
+    typer.echo(f"python {sys.version.split()[0]}")
+    for package in ("ray", "torch", "diffusers", "transformers", "peft"):
+        try:
+            typer.echo(f"{package} {installed_version(package)}")
+        except PackageNotFoundError:
+            typer.echo(f"{package} not installed")
+
+
+# Helpers --------------------------------------------------------------------------------------------------------------
+
+def _optional_config(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """Where CONFIG may be left out, a first argument of the form key=value is an override."""
+    given = list(overrides or [])
+    if config is not None and "=" in config and not Path(config).exists():
+        return None, [config, *given]
+    return config, given
+
+
+def _load_or_default(config: str | None, overrides: list[str]) -> Config:
+    """A configuration; without a file the defaults, with the ocr reward, as none is optimised by default."""
+    from flowgrpo_ray.config import load
+
+    named = any(text.startswith("rewards") for text in overrides)
+    return load(config, overrides if config is not None or named else ["rewards={ocr: {}}", *overrides])
+
+
+def _prepare(config: Config, *, err: bool = False) -> Console:
+    """Console, logging and signals of a command that works for a while."""
+    from rich.console import Console
+
+    from flowgrpo_ray.live import set_up_logging
+
+    console = Console(stderr=err)
+    set_up_logging(config.logging.level, console)
+    _quiet(config.logging.level)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    return console
+
+
+def _quiet(level: str) -> None:
+    """Libraries and Ray speak up for warnings that a person can act on, and at level debug."""
+    if level == "debug":
+        return
+    warnings.simplefilter("ignore")
+    for key, value in {
+        "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }.items():
+        os.environ.setdefault(key, value)
+
+
+def _ray_logs_join_ours() -> None:
+    """Send Ray's own records through our handler instead of its own, which would write into the live view."""
+    import ray  # noqa: F401  (installs its handler when it is imported)
+
+    logger = logging.getLogger("ray")
+    logger.handlers.clear()
+    logger.propagate = True
+    # Token authentication is Ray's default and needs nothing done.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Entry point of the `flowgrpo-ray` command."""
+    app(prog_name="flowgrpo-ray")
+
+
+if __name__ == "__main__":
+    main()

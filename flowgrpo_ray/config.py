@@ -1,0 +1,445 @@
+"""The configuration: one typed tree over YAML, every field documented, every mistake named before an actor starts.
+
+What can change the result lives outside `pools`: `result_hash` covers every section but `run`, `pools`, `logging` and
+`checkpoint`, and a checkpoint made under another hash is not resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.rewards.base import known_rewards
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are errors, values are checked on assignment too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    name: str = Field("flowgrpo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run (letters, digits, . _ -)")
+    dir: str = Field("runs", description="Folder or pyarrow.fs URI (s3://, gs://); a run gets a folder of its name")
+    steps: Positive = Field(100, description="Training steps in all, those before a resume included")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: go on from the newest checkpoint if there is one; must: fail without one; never: "
+        "refuse a folder that already holds a run")
+
+
+class ModelConfig(Section):
+    path: str = Field("builtin:tiny", description="Folder or hub name of a diffusers pipeline; builtin:tiny is shipped")
+    family: Literal["auto", "sd3", "flux"] = Field("auto", description="Policy family; auto reads model_index.json")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the frozen base model")
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit)")
+    variant: str | None = Field(None, description="Weight file variant, for example fp16")
+    max_sequence_length: Positive | None = Field(
+        None, description="Length of the T5 sequence; default is the family's own (SD3 256, FLUX 512)")
+    use_t5: bool = Field(True, description="SD3: load the T5 encoder; without it the pipeline appends zeros")
+    offload_encoders: bool = Field(False, description="Keep text encoders in CPU memory between encode calls")
+    cpu_threads: Positive = Field(1, description="torch threads of every actor process on CPU; bits depend on it")
+
+
+class LoraSection(Section):
+    rank: Positive | None = Field(None, description="LoRA rank r; default is the family's own (SD3 32, FLUX 64)")
+    alpha: float | None = Field(None, gt=0, description="LoRA alpha; default 2 r")
+    targets: list[str] | None = Field(None, description="Module name endings; default is the family's own")
+    init_from: str | None = Field(None, description="Folder of an adapter in diffusers format to start from")
+
+
+class DataConfig(Section):
+    train_prompts: str = Field("builtin:tiny/train.txt", description="Prompt file: .txt, .jsonl or .parquet")
+    eval_prompts: str | None = Field(None, description="Prompt file for evaluation; none = no evaluation")
+    negative_prompt: str = Field("", description="Negative prompt of records that carry none (used with CFG)")
+
+
+class WindowConfig(Section):
+    size: NonNegative = Field(0, description="Trained SDE steps per group; 0 = all steps but the last")
+    range: tuple[int, int] | None = Field(
+        None, description="[first, last+1): the window lies inside; default [0, num_steps - 1)")
+
+
+class SamplingConfig(Section):
+    kernel: Literal["flow_sde", "cps", "dance_sde"] = Field("flow_sde", description="Transition kernel of the window")
+    noise_level: float = Field(0.7, gt=0, description="a, the noise level of the kernel")
+    log_prob: Literal["gaussian", "unscaled"] = Field(
+        "gaussian", description="unscaled drops 1/(2 std^2) and the constants, as in the published cps recipes")
+    num_steps: Annotated[int, Field(ge=2)] = Field(10, description="Denoising steps when sampling for training")
+    guidance_scale: float = Field(1.0, ge=0, description="CFG scale (1 = no CFG pass), or FLUX's guidance input")
+    height: Positive = Field(512, description="Image height in pixels, unless the prompt record says otherwise")
+    width: Positive = Field(512, description="Image width in pixels, unless the prompt record says otherwise")
+    window: WindowConfig = Field(default_factory=WindowConfig, description="Which steps are SDE steps, and trained")
+    group_size: int = Field(24, description="Samples per prompt (k)")
+    groups_per_step: Positive = Field(48, description="Groups (prompts) per training step")
+    micro_batch: Positive = Field(8, description="Samples per shard, the unit of work; it divides group_size")
+    shared_initial_noise: bool = Field(False, description="All samples of a group start from the same noise")
+    max_staleness: NonNegative = Field(0, description="Steps that a sample's weights may lag; only 0 (on-policy) yet")
+
+
+class RewardConfig(Section):
+    weight: float = Field(1.0, description="Weight in the sum (or in gdpo); 0 = monitor only, negative = minimise")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reward itself")
+    timeout_s: float = Field(120.0, gt=0, description="A longer scoring call has failed; its actor is replaced")
+    on_failure: Literal["mask", "drop_group", "fail"] = Field(
+        "mask", description="What a sample that failed twice does: it is masked, or its group is, or the run stops")
+
+
+class AdvantageConfig(Section):
+    std: Literal["group", "global", "none"] = Field("group", description="What the centred reward is divided by")
+    baseline: Literal["group", "history"] = Field("group", description="Mean of the group, or of the prompt so far")
+    combine: Literal["sum", "gdpo"] = Field("sum", description="Sum of weighted scores, or each normalised first")
+    eps: float = Field(1e-4, gt=0, description="Added to the standard deviation")
+    clip_max: float = Field(5.0, gt=0, description="Advantages are clipped to +- this")
+    control: Literal["none", "shuffled"] = Field(
+        "none", description="shuffled: a control that must not learn; advantages are permuted within the step")
+
+
+class LossConfig(Section):
+    clip_low: float = Field(1e-4, gt=0, lt=1, description="epsilon_low of the ratio clip")
+    clip_high: float = Field(1e-4, gt=0, description="epsilon_high of the ratio clip")
+    beta: float = Field(0.0, ge=0, description="Weight of the KL to the reference (the model without adapter)")
+    kl: Literal["per_time", "per_step", "velocity"] = Field("per_time", description="How KL is measured; see docs")
+    ratio_norm: bool = Field(False, description="GRPO-Guard's RatioNorm (arXiv 2510.22319); needs a gaussian kernel")
+
+
+class EmaConfig(Section):
+    enabled: bool = Field(True, description="Keep an exponential moving average of the LoRA weights")
+    decay: float = Field(0.9, ge=0, lt=1, description="Largest decay")
+    every_updates: Positive = Field(8, description="Optimizer updates between two EMA updates")
+
+
+class TrainConfig(Section):
+    seed: NonNegative = Field(42, description="Seed of prompts order, windows, noise and LoRA initialisation")
+    updates_per_step: Positive = Field(1, description="Optimizer updates per step; divides groups_per_step")
+    micro_batch: Positive | None = Field(None, description="Samples per training forward; default sampling.micro_batch")
+    learning_rate: float = Field(3e-4, gt=0, description="AdamW learning rate, constant")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW betas")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW eps")
+    weight_decay: float = Field(1e-4, ge=0, description="AdamW weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
+    sharding: Literal["none", "full", "hybrid", "auto"] = Field(
+        "auto", description="none: base on every rank, LoRA gradients all-reduced; full: FSDP2; hybrid: FSDP2 inside, "
+        "replicas across shard_size; auto: none where the base fits")
+    shard_size: Positive | None = Field(None, description="hybrid: ranks that share one copy of the base")
+    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
+    ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="Largest |log ratio| of the first update; auto: 0 on CPU fp32, else clip_low / 4")
+    on_ratio_mismatch: Literal["stop", "recompute"] = Field(
+        "stop", description="stop: refuse the update; recompute: the learner computes the old log-probs itself")
+    max_skipped_updates: NonNegative = Field(
+        10, description="Non-finite updates in a row that are skipped before the run stops")
+    ema: EmaConfig = Field(default_factory=EmaConfig, description="Moving average of the adapter")
+
+
+class EvalConfig(Section):
+    every_steps: NonNegative = Field(0, description="Evaluate after every this many steps; 0 = only at start and end")
+    at_start: bool = Field(True, description="Evaluate the starting adapter before step 1")
+    at_end: bool = Field(True, description="Evaluate after the last step")
+    num_prompts: Positive | None = Field(None, description="First prompts of the evaluation file; default all")
+    images_per_prompt: Positive = Field(1, description="Images per prompt, at fixed seeds")
+    num_steps: Positive = Field(40, description="ODE steps")
+    guidance_scale: float | None = Field(None, ge=0, description="Default sampling.guidance_scale")
+    micro_batch: Positive | None = Field(None, description="Images per shard; default sampling.micro_batch")
+    seed: NonNegative = Field(1234, description="Seed of the evaluation noise")
+    weights: Literal["policy", "ema"] = Field("policy", description="Which weights the headline number is of")
+    grid_images: Annotated[int, Field(ge=0, le=64)] = Field(24, description="Images in the sample grids")
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegative = Field(10, description="Steps between checkpoints; 0 = only after the last step")
+    keep: Positive | None = Field(None, description="Newest checkpoints to keep; default all")
+
+
+class PoolConfig(Section):
+    replicas: Positive = Field(1, description="Actors in the pool")
+    num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves per actor")
+    num_gpus: float = Field(0.0, ge=0, description="GPUs per actor, fractions too; 0 = the actor works on CPU")
+    label_selector: dict[str, str] = Field(default_factory=dict, description="Ray node labels the actor needs")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the actor process")
+    nice: Annotated[int, Field(ge=0, le=19)] = Field(0, description="OS niceness; on a shared machine lets others go")
+
+
+class RolloutPool(PoolConfig):
+    timeout_s: float = Field(600.0, gt=0, description="Deadline of one encode or sample call")
+
+
+class LearnerPool(PoolConfig):
+    timeout_s: float = Field(1800.0, gt=0, description="Deadline of one learner call")
+    collective_timeout_s: float = Field(120.0, gt=0, description="Deadline of one torch.distributed collective")
+
+
+class PoolsConfig(Section):
+    placement: Literal["split", "colocated"] = Field(
+        "split", description="split: rollout and learner actors apart; colocated: each learner rank samples too")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for actors to be placed and ready")
+    autoscaling: bool = Field(False, description="The cluster can grow: wait start_timeout_s for resources")
+    max_actor_deaths: NonNegative = Field(16, description="Rollout and reward actor deaths in the run before it stops")
+    rollout: RolloutPool = Field(default_factory=RolloutPool, description="Rollout actors (split placement)")
+    learner: LearnerPool = Field(default_factory=LearnerPool, description="Learner ranks (and, colocated, samplers)")
+    reward: dict[str, PoolConfig] = Field(default_factory=dict, description="Reward actors, by reward name")
+
+
+class LoggingConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level")
+    tensorboard: bool = Field(True, description="Write TensorBoard events")
+    wandb_project: str | None = Field(None, description="Weights & Biases project; none = off")
+    dashboard: bool = Field(False, description="Start the Ray dashboard where Ray is started on this machine")
+    live: bool = Field(True, description="Live view in a terminal (plain lines elsewhere)")
+    flush_every_steps: Positive = Field(10, description="Steps per metric part file")
+    samples: bool = Field(True, description="Record every sample's scores and advantage in Parquet")
+
+
+class Config(Section):
+    """The whole configuration. `load` reads it; every section is documented by `flowgrpo-ray config`."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Name, place and length of the run")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The frozen base model")
+    lora: LoraSection = Field(default_factory=LoraSection, description="The adapter, the only part that is trained")
+    data: DataConfig = Field(default_factory=DataConfig, description="Prompts")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training images are sampled")
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="Rewards by name")
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="Scores to advantages")
+    loss: LossConfig = Field(default_factory=LossConfig, description="PPO clip and KL")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="Optimizer, updates, sharding")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation by ODE at fixed seeds")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Durable state")
+    pools: PoolsConfig = Field(default_factory=PoolsConfig, description="Actors and their resources")
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description="What is recorded and shown")
+
+    @field_validator("rewards")
+    @classmethod
+    def _rewards_exist(cls, rewards: dict[str, RewardConfig]) -> dict[str, RewardConfig]:
+        for name in rewards:
+            if name not in known_rewards():
+                raise ValueError(f"no reward is named {name!r}{nearest(name, known_rewards())}")
+        if not any(reward.weight for reward in rewards.values()):
+            raise ValueError("at least one reward needs a weight other than 0, for example "
+                             "`rewards: {ocr: {weight: 1.0}}`")
+        return rewards
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Config:
+        problems = [*self._sampling_problems(), *self._pool_problems()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _sampling_problems(self) -> list[str]:
+        s, t, problems = self.sampling, self.train, []
+        if s.group_size < 2:
+            problems.append(f"sampling.group_size is {s.group_size}: an advantage is relative to its group, so it "
+                            "needs at least 2 samples; the nearest right value is 2")
+        for key, value in (("sampling.micro_batch", s.micro_batch), ("train.micro_batch", t.micro_batch)):
+            if value and s.group_size >= 2 and s.group_size % value:
+                problems.append(f"{key} is {value}, which does not divide sampling.group_size {s.group_size}; "
+                                f"its divisors are {', '.join(map(str, divisors(s.group_size)))}")
+        if t.micro_batch not in (None, s.micro_batch) and t.ratio_tolerance == "auto":
+            problems.append(f"train.micro_batch {t.micro_batch} differs from sampling.micro_batch {s.micro_batch}: "
+                            "bits depend on batch shape, so set train.ratio_tolerance to a number, for example "
+                            f"{self.loss.clip_low / 4:g}")
+        if s.groups_per_step % t.updates_per_step:
+            problems.append(f"train.updates_per_step is {t.updates_per_step}, which does not divide "
+                            f"sampling.groups_per_step {s.groups_per_step}; its divisors are "
+                            f"{', '.join(map(str, divisors(s.groups_per_step)))}")
+        first, end = self.window_range
+        last_noisy = s.num_steps - 1 if s.kernel == "cps" else s.num_steps
+        if not 0 <= first < end <= s.num_steps:
+            problems.append(f"sampling.window.range {[first, end]} leaves the schedule of {s.num_steps} steps; the "
+                            f"widest range is [0, {last_noisy}]")
+        elif end > last_noisy:
+            problems.append(f"sampling.window.range {[first, end]} contains step {s.num_steps - 1}, at which "
+                            f"{s.kernel} adds no noise (its log-prob does not exist); end it at {last_noisy}")
+        elif self.window_size > end - first:
+            problems.append(f"sampling.window.size is {s.window.size}, but sampling.window.range {[first, end]} holds "
+                            f"{end - first} steps; the largest size is {end - first}")
+        if s.max_staleness:
+            problems.append(f"sampling.max_staleness is {s.max_staleness}: sampling ahead of the learner is not built "
+                            "yet; the nearest right value is 0")
+        if s.kernel == "cps" and s.noise_level > 1:
+            problems.append(f"sampling.noise_level is {s.noise_level:g}: cps takes it as an angle in units of a right "
+                            "angle; the largest is 1")
+        if self.advantage.combine == "gdpo" and (self.advantage.baseline, self.advantage.std) != ("group", "group"):
+            problems.append("advantage.combine gdpo normalises every reward in its group; it needs "
+                            "advantage.baseline: group and advantage.std: group")
+        if self.loss.ratio_norm and s.log_prob != "gaussian":
+            problems.append("loss.ratio_norm needs sampling.log_prob: gaussian, whose ratio it normalises")
+        return problems
+
+    def _pool_problems(self) -> list[str]:
+        problems = []
+        for name in self.pools.reward:
+            if name not in self.rewards:
+                problems.append(f"pools.reward.{name} has no reward: the rewards are "
+                                f"{', '.join(self.rewards) or 'none'}{nearest(name, self.rewards)}")
+        if self.pools.placement == "colocated" and self.train.sharding in ("full", "hybrid"):
+            problems.append(f"train.sharding {self.train.sharding} cannot sample on the learner's shards; use "
+                            "train.sharding: none (or auto) with pools.placement: colocated, or placement: split")
+        if self.train.sharding == "hybrid":
+            size, ranks = self.train.shard_size, self.pools.learner.replicas
+            if size is None or ranks % size:
+                problems.append(f"train.sharding hybrid needs train.shard_size, a divisor of pools.learner.replicas "
+                                f"({ranks}): {', '.join(map(str, divisors(ranks)))}")
+        return problems
+
+    @property
+    def window_range(self) -> tuple[int, int]:
+        """[first, end) of the steps that a window may hold."""
+        return self.sampling.window.range or (0, self.sampling.num_steps - 1)
+
+    @property
+    def window_size(self) -> int:
+        """Trained steps per sample (w)."""
+        first, end = self.window_range
+        return self.sampling.window.size or end - first
+
+    @property
+    def train_micro_batch(self) -> int:
+        return self.train.micro_batch or self.sampling.micro_batch
+
+    def reward_pool(self, name: str) -> PoolConfig:
+        """Resources of one reward's actors (defaults where the configuration names none)."""
+        return self.pools.reward.get(name) or PoolConfig()
+
+    def result_hash(self) -> str:
+        """sha256 over all that can change the result."""
+        tree = self.model_dump(mode="json", exclude={"run", "pools", "logging", "checkpoint"})
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] | None = None) -> Config:
+    """Read a YAML file, lay dotted overrides (`"sampling.group_size=8"`) over it, and check the whole.
+
+    Raises:
+        ConfigError: names every wrong key or value and the nearest right one.
+    """
+    tree: Any = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            siblings = [str(p) for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+            raise ConfigError(f"no configuration file at {path}{nearest(str(path), siblings)}")
+        try:
+            tree = yaml.load(file.read_text(), _Yaml12Loader) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration is a mapping of sections")
+    if isinstance(overrides, dict):
+        pairs = list(overrides.items())
+    else:
+        pairs = [_split_override(text) for text in overrides or []]
+    for key, value in pairs:
+        _lay_over(tree, key, value)
+    return from_tree(tree)
+
+
+def from_tree(tree: dict[str, Any]) -> Config:
+    """Check a plain tree (as read from YAML) and return the typed one; raises ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {text!r} is not of the form section.key=value, for example sampling.group_size=8")
+    try:
+        return key.strip(), yaml.load(value, _Yaml12Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: the value is not valid YAML: {error}") from None
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number, as people write it on a command line."""
+
+
+_Yaml12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def _lay_over(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if child is None:
+            child = tree[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {key}: {parent} is a value, not a section")
+        tree = child
+    tree[leaf] = value
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    loc = [str(part) for part in problem["loc"]]
+    if problem["type"] != "extra_forbidden" and (loc[-1:] == ["constrained-float"] or loc[-1:] == ["literal['auto']"]):
+        loc.pop()  # which member of `number or word` it was measured against; not a key
+    key = ".".join(loc)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key}{nearest(loc[-1], _keys_at(loc[:-1]), '.'.join(loc[:-1]))}"
+    if problem["type"] == "value_error":
+        text = str(problem["ctx"]["error"])
+        return f"{key}: {text}" if key else text
+    return f"{key}: {problem['msg']} (it is {problem['input']!r})"
+
+
+def _keys_at(path: list[str]) -> list[str]:
+    """Names of the fields of the section at a path."""
+    model: Any = Config
+    for part in path:
+        field = model.model_fields.get(part)
+        if field is None:
+            return sorted(model.model_fields)
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if model is None:
+            return []
+        if getattr(field.annotation, "__origin__", None) is dict:
+            return sorted(model.model_fields)
+    return sorted(model.model_fields)
+
+
+def to_yaml(config: Config, *, documented: bool = False) -> str:
+    """The resolved tree as YAML; `documented` puts each field's description beside it as a comment."""
+    if not documented:
+        return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    lines: list[str] = []
+    _document(config, 0, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _document(section: BaseModel, depth: int, lines: list[str]) -> None:
+    pad = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if depth == 0 and lines:
+            lines.append("")
+        lines.append(f"{pad}# {field.description}")
+        if isinstance(value, BaseModel):
+            lines.append(f"{pad}{name}:")
+            _document(value, depth + 1, lines)
+        elif isinstance(value, dict) and value and all(isinstance(v, BaseModel) for v in value.values()):
+            lines.append(f"{pad}{name}:")
+            for key, child in value.items():
+                lines.append(f"{pad}  {key}:")
+                _document(child, depth + 2, lines)
+        else:
+            plain = json.loads(json.dumps(value, default=list))
+            text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+            lines.append(f"{pad}{name}: {text.removesuffix('...' + chr(10)).strip()}")

@@ -1,0 +1,43 @@
+"""Errors that a user can act on, and the phrase that names the nearest right choice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlowGrpoError(RuntimeError):
+    """A failure that is explained in its message; the command line prints it without a traceback."""
+
+
+class ConfigError(FlowGrpoError, ValueError):
+    """The configuration, a prompt file or another input is wrong."""
+
+
+class SyncError(FlowGrpoError):
+    """A rollout actor does not hold the weights that it was given (invariant: a weight sync is proven)."""
+
+
+class RatioError(FlowGrpoError):
+    """The learner's log-probs of the first update differ from the rollout's: the policies are not the same."""
+
+
+class ResourceError(FlowGrpoError):
+    """The cluster cannot hold the actors that the configuration asks for, or they did not start in time."""
+
+
+class CheckpointError(FlowGrpoError):
+    """A checkpoint is truncated, foreign, or made under another configuration."""
+
+
+def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean 'x'?` or the list of choices; an empty string where there are none."""
+    choices = [str(choice) for choice in choices]
+    if not choices:
+        return ""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    dotted = f"{prefix}." if prefix else ""
+    if close:
+        return f"; did you mean {dotted}{close[0]}?"
+    shown = ", ".join(choices[:30])
+    return f"; the choices{' in ' + prefix if prefix else ''} are {shown}"

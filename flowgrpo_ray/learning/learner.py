@@ -1,0 +1,343 @@
+"""The learner: begin_step, accumulate, apply, export. One instance per rank; without Ray, and the same code in tests.
+
+All ranks get the same calls in the same order. `accumulate` adds the *sum* of the loss over valid samples and window
+steps; `apply` divides once by (valid samples x w), whatever the sharding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from flowgrpo_ray import device as devices
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import CheckpointError, FlowGrpoError, RatioError
+from flowgrpo_ray.learning import losses, parallel
+from flowgrpo_ray.learning.advantages import History, needs_whole_step, step_advantages
+from flowgrpo_ray.learning.diagnostics import Diagnostics
+from flowgrpo_ray.learning.ema import Ema
+from flowgrpo_ray.plan import RankShard, StepPlan
+from flowgrpo_ray.policies import lora
+from flowgrpo_ray.policies.base import Policy
+from flowgrpo_ray.policies.slots import changed_tensors
+from flowgrpo_ray.sampling.sampler import build_conditioning, kernel_of, step_noise, transition_at
+from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory, from_wire
+
+
+class Learner:
+    """PPO-clip + KL on the LoRA weights of a policy (Flow-GRPO, arXiv 2505.05470, eq. 4-8 and DESIGN of this project).
+
+    Args:
+        policy: with LoRA attached; it is sharded here, in place.
+        run_id: trajectories of another run are refused.
+    """
+
+    def __init__(self, policy: Policy, config: Config, *, run_id: str, rank: int = 0, world_size: int = 1) -> None:
+        self.policy, self.config, self.run_id = policy, config, run_id
+        self.rank, self.world_size = rank, world_size
+        t = config.train
+        if t.activation_checkpointing:
+            for module in policy.modules.values():
+                module.enable_gradient_checkpointing()
+        self.sharding = parallel.choose_sharding(t.sharding, policy, world_size)
+        parallel.shard(policy, self.sharding, t.shard_size, world_size)
+        self.kernel = kernel_of(config)
+        self.parameters = lora.parameters(policy)
+        self.optimizer = torch.optim.AdamW(
+            list(self.parameters.values()), lr=t.learning_rate, betas=t.betas, eps=t.adam_eps,
+            weight_decay=t.weight_decay)
+        self.ema = Ema(self.parameters, decay=t.ema.decay, every_updates=t.ema.every_updates) if t.ema.enabled else None
+        self.history = History() if config.advantage.baseline == "history" else None
+        self.counters = {"updates": 0, "skipped_updates": 0, "idle_updates": 0, "skipped_in_a_row": 0}
+        self._exported: Arrays | None = None
+        self._exported_ema: Arrays | None = None
+        self._exported_digest = ""
+        self.plan: StepPlan | None = None
+
+    # One training step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Start a step: forget the last one's scores, advantages and gradients."""
+        self.plan, self._update = plan, 0
+        self._scores: dict[int, GroupScores] = {}
+        self._advantages: dict[int, np.ndarray] = {}
+        self._recomputed: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self._begin_update()
+
+    def _begin_update(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._sums = Diagnostics(self.config.window_size, self.policy.device)
+
+    def add_scores(self, scores: dict[int, GroupScores]) -> None:
+        """Scores of complete groups, by group index. Every rank gets those of every group, and computes the same
+        advantages from them."""
+        self._scores.update(scores)
+        if needs_whole_step(self.config):
+            if len(self._scores) == len(self.plan.groups) and not self._advantages:
+                self._advantages = self._compute(sorted(self._scores))
+        else:
+            for group in scores:
+                self._advantages.update(self._compute([group]))
+
+    def _compute(self, groups: list[int]) -> dict[int, np.ndarray]:
+        return step_advantages(
+            self.config, {g: self._scores[g] for g in groups}, prompts={g: self.plan.groups[g].prompt for g in groups},
+            history=self.history, step=self.plan.step)
+
+    def accumulate(
+        self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory
+    ) -> dict[str, float]:
+        """Forward and backward over the window of one shard; adds to the gradients of the current update.
+
+        `trajectories` hold, together, the samples of the shard.
+        """
+        with devices.Stopwatch(self.policy.device) as watch:
+            shard, group = work.shard, self.plan.groups[work.shard.group]
+            samples = list(shard.samples)
+            batch = self._batch(work, negative, conditioning, trajectories)
+            valid = torch.from_numpy(self._scores[shard.group].valid[samples]).to(self.policy.device)
+            advantages = torch.from_numpy(self._advantages[shard.group][samples]).float().to(self.policy.device)
+            self._sums.add_samples(valid, advantages, work.weight)
+            for j in range(group.window[1]):
+                loss = self._loss(batch, j, advantages, valid, work)
+                loss.backward()
+        return {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+
+    @torch.no_grad()
+    def recompute(
+        self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory
+    ) -> None:
+        """The learner's own old log-probs of a later update's shard (`train.on_ratio_mismatch: recompute`), and its old
+        means where RatioNorm needs them; to be called before the step's first `apply`."""
+        batch = self._batch(work, negative, conditioning, trajectories)
+        steps = [batch.forward(self, j)[1] for j in range(batch.window[1])]
+        self._recomputed[(work.shard.group, work.shard.shard)] = [
+            (step.log_prob(batch.latents[j + 1]), step.mean if self.config.loss.ratio_norm else None)
+            for j, step in enumerate(steps)]
+
+    def _loss(
+        self, batch: _Batch, j: int, advantages: torch.Tensor, valid: torch.Tensor, work: RankShard
+    ) -> torch.Tensor:
+        """Sum over the shard's valid samples at window step j, and the step's diagnostics."""
+        c = self.config.loss
+        velocity, transition = batch.forward(self, j)
+        x_next = batch.latents[j + 1]
+        new, old = transition.log_prob(x_next), batch.log_probs[:, j]
+        gate = (new.detach() - old).abs().max()
+        mean_old = None
+        if self.config.train.on_ratio_mismatch == "recompute":
+            old, mean_old = ((new.detach(), transition.mean.detach()) if self._update == 0
+                             else self._recomputed[(work.shard.group, work.shard.shard)][j])
+        scale = 1.0
+        if c.ratio_norm:
+            if mean_old is None:
+                noise = batch.noise(j).to(x_next.device)
+                mean_old = x_next - transition.std * noise
+            else:
+                noise = (x_next - mean_old) / transition.std
+            new, old = losses.ratio_norm_log_ratio(noise, transition.mean, mean_old), torch.zeros_like(old)
+            scale = 1.0 / -(batch.sigmas[batch.window[0] + j + 1] - batch.sigmas[batch.window[0] + j]).item()
+        policy_loss = losses.clipped_surrogate(new, old, advantages, c.clip_low, c.clip_high) * scale
+        total, kl = policy_loss, torch.zeros_like(policy_loss)
+        if c.beta > 0:
+            with torch.no_grad(), lora.disabled(self.policy):
+                velocity_ref, reference = batch.forward(self, j)
+            kl = losses.kl(c.kl, transition, reference, velocity, velocity_ref)
+            total = policy_loss + c.beta * kl
+        self._sums.add_step(j, new.detach() - old, policy_loss.detach(), kl.detach(), valid, work.weight,
+                            gate if self._update == 0 else torch.zeros_like(gate), c.clip_low, c.clip_high)
+        return (torch.where(valid, total, torch.zeros_like(total)) * work.weight).sum()
+
+    def _batch(self, work: RankShard, negative: Arrays | None, conditioning: Arrays,
+               trajectories: tuple[Trajectory, ...]) -> _Batch:
+        expected = (self.run_id, "policy", self.plan.version)
+        group = self.plan.groups[work.shard.group]
+        for part in trajectories:
+            r = part.request
+            if (r.run_id, r.slot, r.version) != expected:
+                raise FlowGrpoError(f"trajectory of {(r.run_id, r.slot, r.version)} offered to step {expected}")
+            places = {key[1:3] for key in r.noise_keys}
+            if places != {(group.step, group.group)} or part.window != group.window:
+                raise FlowGrpoError(f"trajectory of (step, group) {sorted(places)} with window {part.window} offered "
+                                    f"to {(group.step, group.group)} with window {group.window}")
+            if self._exported is not None and part.digest != self._exported_digest:
+                raise FlowGrpoError(f"trajectory sampled under adapter {part.digest[:12]}, the learner's version "
+                                    f"{self.plan.version} is {self._exported_digest[:12]}")
+        return _Batch(self, work, negative, conditioning, trajectories)
+
+    def apply(self) -> dict[str, float]:
+        """End an update: reduce over ranks, check the on-policy gate, divide, clip, step. Returns its metrics.
+
+        Raises:
+            RatioError: the first update's largest |log ratio| is above the tolerance.
+            FlowGrpoError: too many non-finite updates in a row.
+        """
+        t, params = self.config.train, list(self.parameters.values())
+        with devices.Stopwatch(self.policy.device) as watch:
+            metrics = self._sums.reduce(self.world_size)
+            if self._update == 0:
+                self._check_gate(metrics["first_update_log_ratio_max"])
+            parallel.sum_gradients(params, self.world_size)
+            count = metrics["valid_samples"] * self.config.window_size
+            signal = count > 0 and (metrics["nonzero_advantages"] > 0 or self.config.loss.beta > 0)
+            norm = self._step(params, count) if signal else 0.0
+            if not signal:
+                self.counters["idle_updates"] += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        metrics["loss"] = metrics["policy_loss"] + self.config.loss.beta * metrics["kl"]
+        rms = norm / math.sqrt(sum(p.numel() for p in params))
+        metrics |= {"grad_norm": norm, "grad_rms_over_adam_eps": rms / t.adam_eps, "learning_rate": t.learning_rate,
+                    "seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+        metrics |= {key: self.counters[key] for key in ("updates", "skipped_updates", "idle_updates")}
+        if self.ema is not None:
+            metrics["ema_decay"] = self.ema.decay_at(max(self.counters["updates"] - 1, 0))
+        self._update += 1
+        self._begin_update()
+        return metrics
+
+    def _step(self, params: list[torch.nn.Parameter], count: float) -> float:
+        """Divide the summed gradients, clip, and step where they are finite. Returns the norm before clipping."""
+        for p in params:
+            p.grad.div_(count)
+        norm = float(parallel.whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm)))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            if self.ema is not None:
+                self.ema.update(self.counters["updates"])
+            self.counters["updates"] += 1
+            self.counters["skipped_in_a_row"] = 0
+            return norm
+        self.counters["skipped_updates"] += 1
+        self.counters["skipped_in_a_row"] += 1
+        if self.counters["skipped_in_a_row"] > self.config.train.max_skipped_updates:
+            raise FlowGrpoError(f"{self.counters['skipped_in_a_row']} updates in a row had non-finite gradients and "
+                                "were skipped; train.max_skipped_updates allows no more")
+        return norm
+
+    def _check_gate(self, largest: float) -> None:
+        if self.config.train.on_ratio_mismatch == "stop" and not largest <= self.ratio_tolerance:
+            raise RatioError(
+                f"on-policy check: the first update's largest |log ratio| is {largest:.3g}, above the tolerance "
+                f"{self.ratio_tolerance:.3g}; sampler and learner do not compute the same policy. Raise "
+                "train.ratio_tolerance if the difference is rounding, or set train.on_ratio_mismatch: recompute")
+
+    @property
+    def ratio_tolerance(self) -> float:
+        t = self.config.train
+        if t.ratio_tolerance != "auto":
+            return t.ratio_tolerance
+        exact = self.policy.device.type == "cpu" and self.policy.dtype == torch.float32
+        return 0.0 if exact else self.config.loss.clip_low / 4
+
+    def step_advantages(self) -> dict[int, np.ndarray]:
+        """Advantages of the step by group index (float64 [group_size]), for the record."""
+        return dict(self._advantages)
+
+    # What leaves the learner ------------------------------------------------------------------------------------------
+
+    def adapter(self) -> Arrays:
+        """The whole adapter, fp32 (a collective where it is sharded)."""
+        return {key: _numpy(parallel.whole(p.detach())) for key, p in self.parameters.items()}
+
+    def ema_adapter(self) -> Arrays:
+        """The whole EMA adapter; the adapter itself where EMA is off."""
+        if self.ema is None:
+            return self.adapter()
+        return {key: _numpy(parallel.whole(value)) for key, value in self.ema.shadow.items()}
+
+    def export(self, version: int) -> tuple[ExportInfo, Arrays | None, Arrays | None]:
+        """The version's adapter and EMA adapter, with what every sync of them is proven against.
+
+        All ranks gather and compute the digests; only rank 0 returns the arrays.
+        """
+        adapter, ema = self.adapter(), self.ema_adapter()
+        before, before_ema = self._exported, self._exported_ema
+        self._exported, self._exported_ema, self._exported_digest = adapter, ema, lora.digest(adapter)
+        norms = {"adapter_norm": _norm(adapter),
+                 "adapter_delta_norm": _norm({k: adapter[k] - before[k] for k in adapter}) if before else 0.0}
+        info = ExportInfo(
+            version, self._exported_digest, lora.digest(ema), tensors=len(adapter),
+            changed=-1 if before is None else changed_tensors(before, adapter),
+            ema_changed=-1 if before_ema is None else changed_tensors(before_ema, ema), norms=norms)
+        return info, *((adapter, ema) if self.rank == 0 else (None, None))
+
+    def state(self) -> tuple[dict[str, Arrays], dict]:
+        """Everything a resume needs: tensors by file, and JSON-able counters (a collective where sharded)."""
+        moments: Arrays = {}
+        for key, p in self.parameters.items():
+            for name, value in self.optimizer.state.get(p, {}).items():
+                moments[f"{key}/{name}"] = _numpy(parallel.whole(value).float())
+        tensors = {"adapter": self.adapter(), "ema": self.ema_adapter(), "optimizer": moments}
+        return tensors, {**self.counters, "history": self.history.state_dict() if self.history else None}
+
+    def load_state(self, tensors: dict[str, Arrays], counters: dict) -> None:
+        """Undo of `state`, bit for bit.
+
+        Raises:
+            CheckpointError: the tensors are not this adapter's.
+        """
+        if set(tensors["adapter"]) != set(self.parameters):
+            odd = sorted(set(tensors["adapter"]) ^ set(self.parameters))
+            raise CheckpointError(f"the checkpoint's adapter is not this model's: {odd[:3]} are on one side only")
+        for key, p in self.parameters.items():
+            if (found := tensors["adapter"][key].shape) != p.shape:
+                raise CheckpointError(f"the checkpoint's adapter is not this model's: {key} is {tuple(found)}, and the "
+                                      f"model needs {tuple(p.shape)}")
+        for key, p in self.parameters.items():
+            parallel.assign(p, torch.from_numpy(np.array(tensors["adapter"][key])))
+            if self.ema is not None:
+                parallel.assign(self.ema.shadow[key], torch.from_numpy(np.array(tensors["ema"][key])))
+        self._load_moments(tensors["optimizer"])
+        self.counters = {key: int(counters[key]) for key in self.counters}
+        if self.history is not None and counters["history"] is not None:
+            self.history.load_state_dict(counters["history"])
+
+    def _load_moments(self, moments: Arrays) -> None:
+        self.optimizer.state.clear()
+        for key, p in self.parameters.items():
+            step = moments.get(f"{key}/step")
+            if step is None:
+                continue
+            state = self.optimizer.state[p]
+            state["step"] = torch.tensor(float(step))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p, requires_grad=False)
+                parallel.assign(state[name], torch.from_numpy(np.array(moments[f"{key}/{name}"])))
+
+
+class _Batch:
+    """One training shard on the device, put together from the trajectories that hold its samples."""
+
+    def __init__(self, learner: Learner, work: RankShard, negative: Arrays | None, conditioning: Arrays,
+                 trajectories: tuple[Trajectory, ...]) -> None:
+        device = learner.policy.device
+        places = {key[3]: (part, column) for part in trajectories for column, key in enumerate(part.request.noise_keys)}
+        picked = [places[sample] for sample in work.shard.samples]
+        first = trajectories[0]
+        self.window = first.window
+        self.latents = from_wire(np.stack([part.latents[:, column] for part, column in picked], axis=1), device)
+        self.log_probs = from_wire(np.stack([part.log_probs[column] for part, column in picked]), device)
+        self.sigmas = from_wire(first.sigmas)
+        keys = tuple(part.request.noise_keys[column] for part, column in picked)
+        self.request = replace(first.request, noise_keys=keys, index=(0,) * len(keys), png=())
+        self.conditioning = build_conditioning(learner.policy, self.request, negative, [conditioning])
+
+    def forward(self, learner: Learner, j: int):
+        """Velocity and transition at window step j."""
+        return transition_at(learner.policy, learner.kernel, self.latents[j], self.sigmas, self.window[0] + j,
+                             self.conditioning, self.request.guidance_scale)
+
+    def noise(self, j: int) -> torch.Tensor:
+        """The noise that the sampler drew at window step j, made again from its seeds."""
+        return step_noise(self.request, self.window[0] + j, tuple(self.latents.shape[2:]))
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy().copy()
+
+
+def _norm(arrays: Arrays) -> float:
+    return math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in arrays.values()))

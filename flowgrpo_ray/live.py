@@ -1,0 +1,278 @@
+"""What a person sees of a run: the live view in a terminal, a line per step elsewhere, and the summary at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flowgrpo_ray import storage
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.metrics import Row, read_metrics
+from flowgrpo_ray.samples import list_grids
+
+LIBRARIES = ("ray", "diffusers", "transformers", "peft", "accelerate", "matplotlib", "PIL", "huggingface_hub", "httpx",
+             "urllib3", "fsspec", "absl", "tensorboard")
+_BARS = "▁▂▃▄▅▆▇█"
+_ACTORS_SHOWN = 4  # actors of a pool that get a line each; larger pools are counted by what they do
+_RECENT_STEPS = 10  # steps that the time left is estimated from
+
+
+def set_up_logging(level: str, console: Console) -> None:
+    """Log records of this project at `level` through `console`; of libraries, warnings and errors only.
+
+    In a terminal they are printed above the live view, elsewhere as plain lines.
+    """
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, markup=False, log_time_format="%H:%M:%S",
+                              rich_tracebacks=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ("flowgrpo_ray", "actors"):
+        logging.getLogger(name).setLevel(level.upper())
+    libraries = logging.DEBUG if level == "debug" else logging.WARNING
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(libraries)
+
+
+class PlainView:
+    """A line per step; implements the controller's `Observer`."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        self.config, self.console = config, console
+        self.rows: list[Row] = []
+        self.started = time.monotonic()
+        self._optimised = [name for name, reward in config.rewards.items() if reward.weight] or list(config.rewards)
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+    def activity(self, doing: dict[str, list[str]]) -> None:
+        """Nothing to show of it in plain lines."""
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        self._print(self._line(row))
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, row: Row) -> str:
+        """A row in one line."""
+        last = self.config.run.steps
+        parts = [f"step {int(row['step']):>{len(str(last))}}/{last}"]
+        for name in self._optimised:
+            if f"reward_mean/{name}" in row:
+                parts.append(f"{name} {row[f'reward_mean/{name}']:.4f}")
+        shown = [("kl", "kl", ".3g")] if self.config.loss.beta else []
+        for key, label, form in (*shown, ("clip_fraction", "clip", ".3f"), ("images_per_s", "images/s", ".1f")):
+            if key in row:
+                parts.append(f"{label} {row[key]:{form}}")
+        if "time_step" in row:
+            parts.append(f"{row['time_step']:.1f} s")
+        if evaluated := self._evaluated(row):
+            parts.append(f"evaluation: {evaluated}")
+        left = self.seconds_left()
+        if "time_step" in row and left:
+            parts.append(f"about {duration(left)} left")
+        return "  ".join(parts)
+
+    def _evaluated(self, row: Row) -> str:
+        return ", ".join(f"{name} {row[key]:.4f}{' (ema)' if weights == 'ema' else ''}" for name in self._optimised
+                         for weights in ("policy", "ema") if (key := f"eval/{weights}/{name}") in row)
+
+    def seconds_left(self) -> float | None:
+        """Estimate from the last steps; None before the first."""
+        times = [row["time_step"] for row in self.rows if "time_step" in row][-_RECENT_STEPS:]
+        if not times:
+            return None
+        return sum(times) / len(times) * (self.config.run.steps - self.rows[-1]["step"])
+
+
+class LiveView(PlainView):
+    """The live view: progress, curves and what every actor is doing; log records scroll by above it."""
+
+    def __init__(self, config: Config, console: Console) -> None:
+        super().__init__(config, console)
+        self._doing: dict[str, list[str]] = {}
+        self._events: deque[str] = deque(maxlen=3)
+        self._warnings = _WarningCounter()
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveView:
+        logging.getLogger().addHandler(self._warnings)
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._live.__exit__(*exc)
+        logging.getLogger().removeHandler(self._warnings)
+
+    def activity(self, doing: dict[str, list[str]]) -> None:
+        self._doing = doing
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        if evaluated := self._evaluated(row):
+            self._events.append(f"evaluation at step {int(row['step'])}: {evaluated}")
+
+    def say(self, text: str) -> None:
+        self._events.append(text)
+
+    def _render(self) -> Panel:
+        done = int(self.rows[-1]["step"]) if self.rows else 0
+        steps, left = self.config.run.steps, self.seconds_left()
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        clock = f"{duration(time.monotonic() - self.started)}" + (f", about {duration(left)} left" if left else "")
+        head.add_row(ProgressBar(total=steps, completed=done), f"step {done}/{steps}  {clock}")
+        parts: list[Any] = [head, self._numbers(), self._actors()]
+        if self._events:
+            parts.append(Text("\n".join(self._events), style="dim", overflow="ellipsis", no_wrap=True))
+        if self._warnings.count:
+            last = f"{self._warnings.count} warnings, the last: {self._warnings.last}"
+            parts.append(Text(last, style="yellow", overflow="ellipsis", no_wrap=True))
+        return Panel(Group(*parts), title=f"flowgrpo-ray  {escape(self.config.run.name)}", title_align="left",
+                     border_style="blue")
+
+    def _numbers(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name in self._optimised:
+            key = f"reward_mean/{name}"
+            values = [row[key] for row in self.rows if key in row]
+            scores = [row[f"eval/policy/{name}"] for row in self.rows if f"eval/policy/{name}" in row]
+            evaluated = f"evaluation {scores[0]:.3f}" + (f" -> {scores[-1]:.3f}" if len(scores) > 1 else "") if scores else ""
+            table.add_row(f"reward {name}", Text(f"{values[-1]:.4f}" if values else "-", style="bold green"),
+                          Text(sparkline(values[-40:]), style="green"), Text(evaluated, style="dim"))
+        row = self.rows[-1] if self.rows else {}
+        cells = [f"{label} {row[key]:{form}}" for key, label, form in (
+            ("kl", "KL", ".3g"), ("clip_fraction", "clip fraction", ".3f"), ("images_per_s", "images/s", ".1f"),
+        ) if key in row]
+        outer = Table.grid()
+        outer.add_row(table)
+        if cells:
+            outer.add_row(Text("   ".join(cells)))
+        return outer
+
+    def _actors(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for pool, members in self._doing.items():
+            if len(members) <= _ACTORS_SHOWN:
+                lines = members
+            else:
+                kinds = [what.split(" ", 1)[0] for what in members]
+                lines = [", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))]
+            for number, what in enumerate(lines):
+                table.add_row(Text(pool if number == 0 else "", style="cyan"),
+                              Text(what, style="dim" if what == "idle" else "", overflow="ellipsis", no_wrap=True))
+        return table
+
+
+class _WarningCounter(logging.Handler):
+    """Counts warnings and errors, and keeps the last one's first line."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count, self.last = 0, ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+        self.last = (record.getMessage().splitlines() or [""])[0]
+
+
+def open_view(config: Config, console: Console) -> PlainView:
+    """The live view where there is a terminal and `logging.live` allows it, else plain lines."""
+    return (LiveView if config.logging.live and console.is_terminal else PlainView)(config, console)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars of eight heights, from the least to the greatest of them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(_BARS[round((value - low) / span * 7)] if span else _BARS[3] for value in finite)
+
+
+def duration(seconds: float) -> str:
+    """For example `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def print_summary(config: Config, run_dir: str, console: Console) -> None:
+    """Rewards before and after, and where everything is."""
+    from flowgrpo_ray.report import evaluation
+
+    rows = read_metrics(run_dir)
+    if not rows:
+        return
+    comparisons = evaluation(rows, config.model_dump(mode="json"))
+    table = Table(title="Mean reward on the evaluation prompts", title_justify="left", title_style="bold")
+    for column in ("reward", "weights"):
+        table.add_column(column)
+    for column in ("before", "after", "change"):
+        table.add_column(column, justify="right")
+    for line in comparisons:
+        style = "bold green" if line.headline and line.direction * line.change > 0 else None
+        table.add_row(line.reward, line.weights, f"{line.first:.4f} ± {line.first_error or 0:.4f}",
+                      f"{line.last:.4f} ± {line.last_error or 0:.4f}", f"{line.change:+.4f}", style=style)
+    if comparisons:
+        console.print(table)
+        first, last = comparisons[0].first_step, comparisons[0].last_step
+        console.print(f"step {first} against step {last}; ± is the standard error", highlight=False, style="dim")
+    else:
+        for name in config.rewards:
+            values = [row[f"reward_mean/{name}"] for row in rows if f"reward_mean/{name}" in row]
+            if values:
+                console.print(f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last "
+                              "(data.eval_prompts is not set)", highlight=False)
+    minutes = rows[-1].get("time_total", 0.0) / 60
+    console.print(f"trained {int(rows[-1]['step'])} steps in {minutes:.1f} minutes", highlight=False)
+    for what, where in places(run_dir, int(rows[-1]["step"])):
+        console.print(f"  {what:<9} {where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def places(run_dir: str, step: int) -> list[tuple[str, str]]:
+    """What a finished run left, and where: the report, first and last pictures, the adapter."""
+    out = []
+    if storage.size(storage.join(run_dir, "report.html")) is not None:
+        out.append(("report", storage.join(run_dir, "report.html")))
+    grids = [uri for weights, _, uri in list_grids(run_dir) if weights == "policy"]
+    if grids:
+        out.append(("pictures", grids[0]))
+        if len(grids) > 1:
+            out.append(("", grids[-1]))
+    adapter = storage.join(run_dir, "checkpoints", f"step_{step}", "adapter")
+    if storage.list_dir(adapter):
+        out.append(("adapter", adapter))
+    return [(what, storage.display(where)) for what, where in out]

@@ -1,0 +1,166 @@
+"""The plan: (seed, step) to groups, shards, windows and noise seeds. A pure function of the configuration.
+
+Who does the work, in which order, and how often it has to be done again change nothing here, so they change nothing in
+the result. Bits depend on batch shape: every piece of work has the shape that the plan gives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.prompts import PromptRecord
+
+
+def noise_seed(seed: int, step: int, group: int, sample: int, stream: str, step_index: int) -> int:
+    """Seed of one sample's noise at one denoising step: the first 8 bytes of a sha256, masked to 63 bits.
+
+    `step_index` -1 is the initial latent. Counter-based: no state, so a retry on another actor draws the same noise.
+    """
+    text = f"{seed}/{step}/{group}/{sample}/{stream}/{step_index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") & (2**63 - 1)
+
+
+def _rng(*key: object) -> np.random.Generator:
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return np.random.Generator(np.random.Philox(int.from_bytes(digest[:16], "big")))
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return _rng("prompts", seed, epoch).permutation(count)
+
+
+def prompt_index(seed: int, position: int, count: int) -> int:
+    """Which of `count` prompts the `position`-th group of the run gets: shuffled by (seed, epoch), no replacement."""
+    epoch, place = divmod(position, count)
+    return int(_epoch_order(seed, epoch, count)[place])
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Unit of work: `samples` (indices within the group) of one group."""
+
+    group: int
+    shard: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Unit of commit: one prompt, one image size, one window, one policy version."""
+
+    step: int
+    group: int  # index within the step
+    prompt: int  # index of the record
+    record: PromptRecord
+    height: int
+    width: int
+    window: tuple[int, int]  # (start, size)
+    version: int
+    shards: tuple[ShardPlan, ...]
+    train_shards: tuple[ShardPlan, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A training step: its groups in plan order, and which of them each update takes."""
+
+    step: int
+    version: int
+    groups: tuple[GroupPlan, ...]
+    updates: tuple[tuple[int, ...], ...]  # group indices per update, contiguous in plan order
+
+    def train_shards(self, update: int) -> list[ShardPlan]:
+        """All training shards of an update, in plan order."""
+        return [shard for group in self.updates[update] for shard in self.groups[group].train_shards]
+
+
+@dataclass(frozen=True)
+class RankShard:
+    """What one rank does at one micro-step: a shard, and weight 0 where it only fills up the tail."""
+
+    shard: ShardPlan
+    weight: float
+
+
+def micro_steps(shards: Sequence[ShardPlan], world_size: int) -> list[tuple[RankShard, ...]]:
+    """Shard t * W + r to rank r at micro-step t; the tail is padded with a real shard at weight 0."""
+    out = []
+    for start in range(0, len(shards), world_size):
+        row = [RankShard(shard, 1.0) for shard in shards[start : start + world_size]]
+        row += [RankShard(shards[start], 0.0)] * (world_size - len(row))
+        out.append(tuple(row))
+    return out
+
+
+def split_samples(group: int, group_size: int, micro_batch: int) -> tuple[ShardPlan, ...]:
+    return tuple(
+        ShardPlan(group, shard, tuple(range(start, start + micro_batch)))
+        for shard, start in enumerate(range(0, group_size, micro_batch))
+    )
+
+
+def window_of(seed: int, step: int, group: int, first: int, end: int, size: int) -> tuple[int, int]:
+    """(start, size) of a group's window, uniform over the places inside [first, end)."""
+    places = end - first - size + 1
+    return first + int(_rng("window", seed, step, group).integers(places)), size
+
+
+def plan_step(config: Config, records: Sequence[PromptRecord], step: int) -> StepPlan:
+    """The plan of training step `step` (0-based); its groups are sampled with policy version `step`."""
+    s, seed = config.sampling, config.train.seed
+    first, end = config.window_range
+    groups = []
+    for group in range(s.groups_per_step):
+        prompt = prompt_index(seed, step * s.groups_per_step + group, len(records))
+        record = records[prompt]
+        groups.append(GroupPlan(
+            step=step, group=group, prompt=prompt, record=record,
+            height=record.height or s.height, width=record.width or s.width,
+            window=window_of(seed, step, group, first, end, config.window_size), version=step,
+            shards=split_samples(group, s.group_size, s.micro_batch),
+            train_shards=split_samples(group, s.group_size, config.train_micro_batch),
+        ))
+    size = s.groups_per_step // config.train.updates_per_step
+    updates = tuple(tuple(range(u * size, (u + 1) * size)) for u in range(config.train.updates_per_step))
+    return StepPlan(step, step, tuple(groups), updates)
+
+
+@dataclass(frozen=True)
+class EvalShard:
+    """Images to make for evaluation: `items` are (prompt index, image index); the last `padding` ones are repeats that
+    keep the shard's shape and are not counted."""
+
+    shard: int
+    items: tuple[tuple[int, int], ...]
+    padding: int
+    height: int
+    width: int
+    negative: str | None  # negative prompt of its records, where they carry one
+
+    @property
+    def prompts(self) -> list[int]:
+        """Distinct prompt indices, in order of first use: the rows of the shard's conditioning."""
+        return list(dict.fromkeys(prompt for prompt, _ in self.items))
+
+
+def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[EvalShard]:
+    """Evaluation shards: prompts in file order, one image size and negative prompt per shard, the last one padded."""
+    e, m = config.eval, config.eval.micro_batch or config.sampling.micro_batch
+    kinds: dict[tuple[int, int, str | None], list[tuple[int, int]]] = {}
+    for prompt, record in enumerate(records[: e.num_prompts]):
+        kind = (record.height or config.sampling.height, record.width or config.sampling.width, record.negative_prompt)
+        kinds.setdefault(kind, []).extend((prompt, image) for image in range(e.images_per_prompt))
+    shards = []
+    for (height, width, negative), items in kinds.items():
+        for start in range(0, len(items), m):
+            part = items[start : start + m]
+            padding = m - len(part)
+            shards.append(EvalShard(len(shards), tuple(part + [part[-1]] * padding), padding, height, width, negative))
+    return shards

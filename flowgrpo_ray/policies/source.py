@@ -1,0 +1,149 @@
+"""Where a base model comes from and which family it is, found out without loading a weight or importing diffusers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_ray.config import ModelConfig
+from flowgrpo_ray.errors import ConfigError, nearest
+
+PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
+BUILTIN_MODELS = ("builtin:tiny",)
+INDEX_NAME = "model_index.json"
+LONGEST_SEQUENCE = 512  # the pipelines of both families refuse a longer T5 sequence
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A diffusers pipeline that was found: `location` is a folder or a hub name, `index` its model_index.json."""
+
+    location: str
+    family: str
+    index: dict[str, Any]
+    local: bool
+
+    def has(self, component: str) -> bool:
+        """Whether the pipeline carries a component: [null, null] in the index means that it does not."""
+        entry = self.index.get(component)
+        return isinstance(entry, (list, tuple)) and entry[0] is not None
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check that the base model can be reached and is of a known family; loads no weight.
+
+    For a hub name only `model_index.json` is fetched (or found in the hub's cache).
+
+    Raises:
+        ConfigError: no such folder, a folder that is no diffusers pipeline, an unknown family, or an unreachable hub.
+    """
+    find(model)
+
+
+def find(model: ModelConfig) -> ModelSource:
+    """Resolve `model.path` and its family; raises ConfigError as `check_model` does."""
+    location, text, local = _read_index(model)
+    where = f"model.path {model.path!r}"
+    try:
+        index = json.loads(text)
+        if not isinstance(index, dict):
+            raise ValueError(f"it holds a {type(index).__name__}, not a mapping")
+    except ValueError as error:
+        raise ConfigError(f"{where}: its {INDEX_NAME} is not valid JSON: {error}") from None
+    source = ModelSource(location, _family(model, index, where), index, local)
+    if local:
+        folders = [name for name in index if source.has(name) and not (Path(location) / name).is_dir()]
+        if folders:
+            raise ConfigError(f"{where}: {INDEX_NAME} names {', '.join(folders)}, and {location} has no such folder")
+    if model.max_sequence_length is not None and model.max_sequence_length > LONGEST_SEQUENCE:
+        raise ConfigError(f"model.max_sequence_length is {model.max_sequence_length}; "
+                          f"the longest is {LONGEST_SEQUENCE}")
+    return source
+
+
+def _family(model: ModelConfig, index: dict[str, Any], where: str) -> str:
+    name = str(index.get("_class_name"))
+    family = PIPELINE_FAMILIES.get(name)
+    if family is None:
+        known = ", ".join(f"{pipeline} ({short})" for pipeline, short in PIPELINE_FAMILIES.items())
+        raise ConfigError(f"{where} is a {name}, which is no supported family; the supported pipelines are {known}")
+    if model.family not in ("auto", family):
+        raise ConfigError(f"model.family is {model.family!r}, but {where} is a {name}: "
+                          f"set model.family to {family} or auto")
+    return family
+
+
+def _read_index(model: ModelConfig) -> tuple[str, str, bool]:
+    """(location, text of model_index.json, whether it is a local folder)."""
+    path = model.path
+    if path.startswith("builtin:"):
+        if path not in BUILTIN_MODELS:
+            raise ConfigError(f"model.path: no model is named {path!r}{nearest(path, BUILTIN_MODELS)}")
+        from flowgrpo_ray import tiny
+
+        folder = Path(tiny.model_dir())
+    else:
+        folder = Path(path).expanduser()
+    if folder.is_dir():
+        file = folder / INDEX_NAME
+        if not file.is_file():
+            raise ConfigError(f"model.path {path!r} is a folder without {INDEX_NAME}, so it is no diffusers pipeline"
+                              f"{_nested(folder)}")
+        return str(folder), file.read_text(encoding="utf-8"), True
+    if folder.exists():
+        raise ConfigError(f"model.path {path!r} is a file; give the folder of a diffusers pipeline, the one that holds "
+                          f"{INDEX_NAME}")
+    if not _HUB_NAME.fullmatch(path):
+        siblings = [str(p) for p in folder.parent.glob("*") if p.is_dir()] if folder.parent.is_dir() else []
+        raise ConfigError(f"model.path {path!r}: there is no such folder, and it is not of the form owner/name of a "
+                          f"hub model{nearest(str(folder), siblings)}")
+    return path, _fetch_index(model), False
+
+
+def _nested(folder: Path) -> str:
+    """Points at a pipeline one level up or down, the usual slip."""
+    if (folder.parent / INDEX_NAME).is_file():
+        return f"; did you mean {folder.parent}?"
+    found = sorted(str(file.parent) for file in folder.glob(f"*/{INDEX_NAME}"))
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _fetch_index(model: ModelConfig) -> str:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = f"model.path {model.path!r}"
+    try:
+        file = hf_hub_download(model.path, INDEX_NAME, revision=model.revision)
+    except GatedRepoError as error:
+        raise ConfigError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
+                          "`hf auth login` or set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"{where}: there is no such folder, and the hub has no model of that name (or it is private "
+                          "and HF_TOKEN is not set)") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{where}: the hub model has no revision {model.revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
+                          f"hub could not be reached ({_first_line(error)})") from error
+    except EntryNotFoundError as error:
+        raise ConfigError(f"{where}: the hub model has no {INDEX_NAME}, so it is no diffusers pipeline") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"{where} is unreachable: there is no such folder, and the hub answered "
+                          f"{_first_line(error)}") from error
+    return Path(file).read_text(encoding="utf-8")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,160 @@
+"""The run directory, seen from the driver: metrics, samples, grids, trackers, and the commit of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from typing import Any
+
+import numpy as np
+import yaml
+
+from flowgrpo_ray import checkpoint, storage
+from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
+from flowgrpo_ray.config import Config, to_yaml
+from flowgrpo_ray.errors import CheckpointError
+from flowgrpo_ray.metrics import MetricsWriter, Row
+from flowgrpo_ray.plan import StepPlan
+from flowgrpo_ray.samples import SampleWriter, png_grid, write_grid
+from flowgrpo_ray.trackers import TensorBoardLogger, WandbLogger
+from flowgrpo_ray.trajectory import GroupScores
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Opens a run directory (new, or to be resumed) and writes all that the driver writes.
+
+    Attributes:
+        run_dir: URI of the run's folder.
+        run_id: names the run on the wire and in its checkpoints; kept over resumes.
+        resume_from: the checkpoint to go on from, or None.
+
+    Raises:
+        CheckpointError: the folder holds another run, or a run under another configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.run_dir = storage.join(config.run.dir, config.run.name)
+        known = self._identity()
+        self.resume_from = self._checkpoint(known)
+        self.run_id = known or uuid.uuid4().hex[:12]
+        self.start_step = self.resume_from.step if self.resume_from else 0
+        state = self.resume_from.state if self.resume_from else {}
+        self.totals: dict[str, float] = dict(state.get("totals", {}))
+        storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps({"run_id": self.run_id}).encode())
+        storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(config).encode())
+        every = config.logging.flush_every_steps
+        cut = self.start_step if self.resume_from else -1
+        self._metrics = MetricsWriter(self.run_dir, every)
+        self._metrics.truncate(cut)
+        self._samples = SampleWriter(self.run_dir, every)
+        self._samples.truncate(cut)
+        self._trackers: list[Any] = []
+        if config.logging.tensorboard:
+            self._trackers.append(TensorBoardLogger(self.run_dir, self.start_step if self.resume_from else None))
+        self._wandb: WandbLogger | None = None
+        if config.logging.wandb_project:
+            self._wandb = WandbLogger(config.logging.wandb_project, config.run.name, config.model_dump(mode="json"),
+                                      state.get("wandb_run_id"))
+            self._trackers.append(self._wandb)
+
+    def _identity(self) -> str | None:
+        """Run id of the folder, or None where it holds no run."""
+        uri = storage.join(self.run_dir, "run.json")
+        if storage.size(uri) is None:
+            return None
+        if self.config.run.resume == "never":
+            raise CheckpointError(f"{storage.display(self.run_dir)} already holds a run, and run.resume is never; choose "
+                                  "another run.name, or run.resume=auto to go on with it")
+        try:
+            return str(json.loads(storage.read_bytes(uri))["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{storage.display(uri)} is damaged ({error}); choose another run.name") from None
+
+    def _checkpoint(self, known: str | None) -> CheckpointInfo | None:
+        info = checkpoint.latest(self.run_dir, known) if known else None
+        tree = self.config.model_dump(mode="json")
+        if info is not None:
+            checkpoint.check_compatible(info, self.config.result_hash(), run_id=known, config=tree)
+        elif self.config.run.resume == "must":
+            raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
+        elif known:
+            self._refuse_other_config(tree)
+        return info
+
+    def _refuse_other_config(self, tree: dict[str, Any]) -> None:
+        """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
+        uri = storage.join(self.run_dir, "config.yaml")
+        saved = yaml.safe_load(storage.read_bytes(uri)) if storage.size(uri) is not None else {}
+        changes = [c for c in checkpoint.diff_trees(saved or {}, tree)
+                   if not c.startswith(tuple(f"{s}." for s in checkpoint.UNHASHED_SECTIONS))]
+        if changes:
+            raise CheckpointError(f"{storage.display(self.run_dir)} holds a run under another configuration and no checkpoint "
+                                  "of it (saved -> now):\n  " + "\n  ".join(changes) + "\nchoose another run.name")
+
+    def row(self, row: Row) -> Row:
+        """Record a row of metrics."""
+        clean = self._metrics.append(row)
+        for tracker in self._trackers:
+            tracker.log(clean)
+        return clean
+
+    def samples(self, step: int, plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> None:
+        """Record the scores and advantages of every sample of a step."""
+        if not self.config.logging.samples:
+            return
+        for group in plan.groups:
+            found = scores[group.group]
+            self._samples.append_group(
+                step, group.group, group.record.prompt, rewards=found.rewards, valid=found.valid,
+                advantages=advantages[group.group], seed=group.record.seed)
+
+    def grid(self, weights: str, step: int, pngs: list[bytes], captions: list[str]) -> str | None:
+        """Record a grid of images at fixed seeds; returns its URI."""
+        if not pngs:
+            return None
+        uri = write_grid(self.run_dir, weights, step, pngs, captions=captions)
+        for tracker in self._trackers:
+            tracker.log_image(f"samples/{weights}", png_grid(pngs, captions=captions), step)
+        return uri
+
+    def checkpoint_uri(self, step: int) -> str:
+        return checkpoint.step_dir(self.run_dir, step)
+
+    def commit(self, step: int, entries: list[FileEntry], totals: dict[str, float]) -> None:
+        """Make a written checkpoint one, after everything that belongs before it is on disk."""
+        self.flush()
+        state = {"totals": totals, "wandb_run_id": self._wandb.run_id if self._wandb else None}
+        checkpoint.commit(self.checkpoint_uri(step), entries, state, run_id=self.run_id, step=step,
+                          result_hash=self.config.result_hash())
+        if self.config.checkpoint.keep:
+            checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
+
+    def flush(self) -> None:
+        self._metrics.flush()
+        self._samples.flush()
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def close(self) -> None:
+        self.flush()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> Row:
+    """What the scores of a step say: means, spreads, and how many groups carry no signal."""
+    order = [scores[g.group] for g in plan.groups]
+    row: Row = {"images": float(sum(len(s.valid) for s in order)), "staleness": float(plan.step - plan.version)}
+    for key in dict.fromkeys(key for s in order for key in s.rewards):
+        groups = [s.rewards[key][s.valid & np.isfinite(s.rewards[key])] for s in order if key in s.rewards]
+        values = np.concatenate(groups)
+        if len(values):
+            row[f"reward_mean/{key}"] = float(values.mean())
+            row[f"reward_std/{key}"] = float(values.std())
+            row[f"reward_group_std/{key}"] = float(np.mean([g.std() for g in groups if len(g)]))
+    row["zero_std_group_fraction"] = float(np.mean([not advantages[g.group].any() for g in plan.groups]))
+    return row

@@ -1,0 +1,44 @@
+"""Requests of an evaluation: on Ray actors and in a single process they are the same, so the images are too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.plan import EvalShard
+from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.trajectory import SampleRequest
+
+
+def evaluation_request(
+    config: Config, records: Sequence[PromptRecord], shard: EvalShard, *, run_id: str, slot: str, version: int,
+    png: int = 0,
+) -> SampleRequest:
+    """The request of an evaluation shard: ODE throughout, at seeds that depend on prompt and image index alone.
+
+    `png` = how many of the shard's first images are wanted as PNG bytes too.
+    """
+    prompts = shard.prompts
+    return SampleRequest(
+        run_id=run_id, slot=slot, version=version,
+        noise_keys=tuple((_seed(config, records[p]), 0, p, image) for p, image in shard.items), stream="eval",
+        index=tuple(prompts.index(p) for p, _ in shard.items), height=shard.height, width=shard.width,
+        num_steps=config.eval.num_steps, guidance_scale=evaluation_guidance(config), window=(0, 0),
+        png=tuple(range(png)))
+
+
+def evaluation_guidance(config: Config) -> float:
+    """`eval.guidance_scale`, or the one of sampling."""
+    own = config.eval.guidance_scale
+    return config.sampling.guidance_scale if own is None else own
+
+
+def evaluation_negative(config: Config, shard: EvalShard) -> str | None:
+    """The negative prompt of a shard, or None where there is no CFG pass."""
+    if evaluation_guidance(config) <= 1:
+        return None
+    return config.data.negative_prompt if shard.negative is None else shard.negative
+
+
+def _seed(config: Config, record: PromptRecord) -> int:
+    return config.eval.seed if record.seed is None else record.seed

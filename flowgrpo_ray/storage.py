@@ -1,0 +1,205 @@
+"""Files of a run through pyarrow.fs: a local path, file://, s3:// or gs://, all under the same few functions.
+
+Object stores can neither rename folders nor append, so everything here is a whole file, written at once. Local files
+are written to a temporary name, synced and renamed, so that no reader meets half of one. Options of a store ride in
+the URI's query (`s3://bucket/run?endpoint_override=host:9000&scheme=http`); credentials belong in the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+
+from flowgrpo_ray.errors import ConfigError, nearest
+
+SCHEMES = ("file", "s3", "gs", "gcs")
+_CHUNK = 8 << 20  # bytes read at a time when only the digest of a file is wanted
+
+
+def join(uri: str, *parts: str) -> str:
+    """`uri` with path parts appended, in front of the query string that a URI may carry."""
+    if "://" not in uri:
+        return os.path.join(uri, *parts)
+    base, mark, query = uri.partition("?")
+    return "/".join([base.rstrip("/"), *(quote(part, safe="/") for part in parts)]) + mark + query
+
+
+def parent(uri: str, levels: int = 1) -> str:
+    """The folder `levels` above `uri`."""
+    base, mark, query = uri.partition("?") if "://" in uri else (os.path.abspath(uri), "", "")
+    for _ in range(levels):
+        base = base.rstrip("/").rpartition("/")[0]
+    return base + mark + query
+
+
+def base_name(uri: str) -> str:
+    """Last part of the path."""
+    path = unquote(urlsplit(uri).path) if "://" in uri else os.path.abspath(uri)
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def display(uri: str) -> str:
+    """The URI for a message: without credentials and without the query."""
+    return redact(uri).partition("?")[0] if "://" in uri else uri
+
+
+def redact(text: str) -> str:
+    """`text` with the user:password@ part of every URI in it left out."""
+    return re.sub(r"(\w+://)[^/@\s?]+@", r"\1***@", text)
+
+
+def local_path(uri: str) -> Path | None:
+    """The path of a local URI; None for an object store."""
+    if "://" not in uri:
+        return Path(os.path.abspath(os.path.expanduser(uri)))
+    split = urlsplit(uri)
+    return Path(unquote(split.path)) if split.scheme == "file" else None
+
+
+@lru_cache(maxsize=16)
+def _remote(root: str) -> tuple[fs.FileSystem, str]:
+    try:
+        return fs.FileSystem.from_uri(root)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ConfigError(f"{redact(root)} is not a place that files can be kept in: {error}") from None
+
+
+def resolve(uri: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a URI and the path in it.
+
+    Raises:
+        ConfigError: the scheme or an option in the query is unknown.
+    """
+    local = local_path(uri)
+    if local is not None:
+        return fs.LocalFileSystem(), str(local)
+    split = urlsplit(uri)
+    if split.scheme not in SCHEMES:
+        raise ConfigError(f"{display(uri)}: no store is named {split.scheme!r}{nearest(split.scheme, SCHEMES)}")
+    if not split.netloc:
+        raise ConfigError(f"{display(uri)} names no bucket, for example {split.scheme}://bucket/runs")
+    filesystem, root = _remote(f"{split.scheme}://{split.netloc}" + (f"?{split.query}" if split.query else ""))
+    return filesystem, root.rstrip("/") + unquote(split.path).rstrip("/")
+
+
+def size(uri: str) -> int | None:
+    """Bytes of a file; None where there is no such file."""
+    filesystem, path = resolve(uri)
+    info = filesystem.get_file_info(path)
+    return info.size if info.type == fs.FileType.File else None
+
+
+def list_dir(uri: str) -> list[str]:
+    """Names in a folder, sorted; empty where there is no such folder."""
+    filesystem, path = resolve(uri)
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return sorted(info.base_name for info in found)
+
+
+def read_bytes(uri: str) -> bytes:
+    """A whole file. Raises FileNotFoundError."""
+    filesystem, path = resolve(uri)
+    with filesystem.open_input_stream(path) as stream:
+        return stream.read()
+
+
+def sha256(uri: str) -> str:
+    """Hex digest of a file, read in pieces. Raises FileNotFoundError."""
+    filesystem, path = resolve(uri)
+    digest = hashlib.sha256()
+    with filesystem.open_input_stream(path) as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_bytes(uri: str, data: bytes) -> str:
+    """Write a whole file, replacing what was there, and return `uri`. Folders are made as needed."""
+    local = local_path(uri)
+    if local is None:
+        filesystem, path = resolve(uri)
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+        return uri
+    local.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=local.parent, prefix=f".{local.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files; a run directory is often shared
+        os.replace(temporary, local)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(local.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself survives a power cut only with its folder synced
+    finally:
+        os.close(folder)
+    return uri
+
+
+@lru_cache(maxsize=1)
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def delete_file(uri: str) -> None:
+    """Remove a file if it is there."""
+    if size(uri) is not None:
+        filesystem, path = resolve(uri)
+        filesystem.delete_file(path)
+
+
+def delete_dir(uri: str) -> None:
+    """Remove a folder and everything in it. Raises FileNotFoundError."""
+    filesystem, path = resolve(uri)
+    filesystem.delete_dir(path)
+
+
+class PartFiles:
+    """Rows in step order as immutable files `part-<first step>-<last step><suffix>` of one folder."""
+
+    def __init__(self, folder: str, suffix: str):
+        self.folder, self.suffix = folder, suffix
+        self._pattern = re.compile(r"part-(\d+)-(\d+)" + re.escape(suffix))
+
+    def list(self) -> list[tuple[int, int, str]]:
+        """(first step, last step, URI) of every part, in step order."""
+        matches = [self._pattern.fullmatch(name) for name in list_dir(self.folder)]
+        return sorted((int(m[1]), int(m[2]), join(self.folder, m[0])) for m in matches if m)
+
+    def last_step(self) -> int:
+        """Last step on file; -1 where there is none."""
+        return max((last for _, last, _ in self.list()), default=-1)
+
+    def write(self, first: int, last: int, data: bytes) -> str:
+        """Write one part and return its URI."""
+        return write_bytes(join(self.folder, f"part-{first:08d}-{last:08d}{self.suffix}"), data)
+
+    def truncate(self, after_step: int, cut: Callable[[bytes, str], tuple[int, bytes]]) -> None:
+        """Take away what lies beyond `after_step`.
+
+        `cut(data, uri)` gives (last step kept, bytes kept) of a part that lies across it. The shorter part is written
+        before the longer one goes, so that a crash in between loses nothing and the next call ends the work.
+        """
+        for first, last, uri in self.list():
+            if last <= after_step:
+                continue
+            if first <= after_step:
+                kept_last, data = cut(read_bytes(uri), uri)
+                self.write(first, kept_last, data)
+            delete_file(uri)

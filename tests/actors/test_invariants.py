@@ -1,0 +1,129 @@
+"""The result depends on configuration and seed alone; stop + resume equals never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+from reference import train_reference
+from runs import Watcher, assert_same_bits, run, small_config
+
+from flowgrpo_ray.metrics import deterministic
+from flowgrpo_ray.preflight import check
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def baseline(ray_cluster, folder):
+    """Three steps with one rollout and one reward actor, split placement."""
+    return run(small_config(folder, "baseline"))
+
+
+def assert_same_result(a, b):
+    assert_same_bits(a.adapter, b.adapter)
+    assert_same_bits(a.ema, b.ema)
+    assert_same_bits(a.optimizer, b.optimizer)
+    assert [deterministic(row) for row in a.rows] == [deterministic(row) for row in b.rows]
+
+
+def test_baseline_learns_something(baseline):
+    # The last block's text queries feed nothing, so one tensor stays where it started.
+    still = [key for key, value in baseline.adapter.items() if "lora_B" in key and not np.abs(value).max() > 0]
+    assert len(still) == 1 and "add_q_proj" in still[0]
+    assert [row["step"] for row in baseline.rows] == [1, 2, 3]
+    assert all(row["first_update_log_ratio_max"] == 0.0 for row in baseline.rows)
+    assert baseline.rows[-1]["updates"] == 6
+
+
+def test_one_process_reference_gives_the_same_bits(baseline, folder):
+    from flowgrpo_ray.rewards import get
+
+    config = small_config(folder, "reference")
+    adapter, ema, _ = train_reference(config, check(config).train, 3, get("jpeg_compressibility"))
+    assert_same_bits(baseline.adapter, adapter)
+    assert_same_bits(baseline.ema, ema)
+
+
+def test_three_rollout_and_two_reward_actors(baseline, folder):
+    config = small_config(folder, "wide", overrides={
+        "pools.rollout.replicas": 3, "pools.reward.jpeg_compressibility.replicas": 2})
+    assert_same_result(baseline, run(config))
+
+
+def test_colocated(baseline, folder):
+    assert_same_result(baseline, run(small_config(folder, "colocated", overrides={"pools.placement": "colocated"})))
+
+
+class Killer(Watcher):
+    """Kills one rollout and one reward actor with SIGKILL while they work on the second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = {"rollout", "reward.jpeg_compressibility"}
+
+    def activity(self, doing):
+        for pool in self.controller.pools:
+            for member, what in zip(pool.members, doing.get(pool.name, []), strict=False):
+                if pool.name in self.left and "step 2" in what:
+                    self.left.discard(pool.name)
+                    os.kill(member.pid, signal.SIGKILL)
+                    break
+
+
+def test_killed_actors_change_nothing(baseline, folder):
+    killer = Killer()
+    config = small_config(folder, "killed", overrides={
+        "pools.rollout.replicas": 2, "pools.reward.jpeg_compressibility.replicas": 2})
+    finished = run(config, killer)
+    assert not killer.left, "the test did not kill what it meant to kill"
+    assert finished.rows[-1]["actor_deaths/rollout"] == 1
+    assert finished.rows[-1]["actor_deaths/reward.jpeg_compressibility"] == 1
+    assert_same_result(baseline, finished)
+
+
+def test_two_ranks_split_and_colocated_agree(folder):
+    split = run(small_config(folder, "ranks-split", steps=2, overrides={"pools.learner.replicas": 2}))
+    together = run(small_config(folder, "ranks-colocated", steps=2, overrides={
+        "pools.learner.replicas": 2, "pools.placement": "colocated"}))
+    assert all(row["first_update_log_ratio_max"] == 0.0 for row in split.rows)
+    assert_same_result(split, together)
+
+
+def test_stop_and_resume_equals_never_stopped(folder):
+    overrides = {"eval.every_steps": 2, "checkpoint.every_steps": 2, "advantage.baseline": "history"}
+    through = run(small_config(folder, "through", steps=4, overrides=overrides))
+    run(small_config(folder, "resumed", steps=2, overrides=overrides))
+    watcher = Watcher()
+    resumed = run(small_config(folder, "resumed", steps=4, overrides=overrides), watcher)
+    assert watcher.said[0] == "going on from step 2"
+    assert [row["step"] for row in watcher.rows] == [3, 4]
+    assert "eval/ema/jpeg_compressibility" in resumed.rows[-1]
+    assert_same_result(through, resumed)
+
+
+def test_evaluation_does_not_touch_training(baseline, folder):
+    for placement in ("split", "colocated"):
+        finished = run(small_config(folder, f"eval-{placement}", overrides={
+            "eval.every_steps": 1, "eval.at_start": True, "pools.placement": placement}))
+        assert_same_bits(baseline.adapter, finished.adapter)
+        raw, ema = (finished.rows[-1][f"eval/{weights}/jpeg_compressibility"] for weights in ("policy", "ema"))
+        assert raw != ema
+
+
+def test_nothing_stays_behind(ray_cluster):
+    """The runs of this module have ended: no actor and no placement group is left."""
+    import time
+
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < 16 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ray.available_resources()["CPU"] == 16

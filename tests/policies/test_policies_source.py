@@ -1,0 +1,99 @@
+"""Where a model comes from: every wrong path is named before a weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowgrpo_ray.config import ModelConfig
+from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.policies import check_model, load_policy
+from flowgrpo_ray.policies.flux import FluxPolicy
+from flowgrpo_ray.policies.sd3 import SD3Policy
+from flowgrpo_ray.policies.source import find
+
+
+def test_families_are_read_from_the_index(folders):
+    assert find(ModelConfig(path="builtin:tiny")).family == "sd3"
+    assert find(ModelConfig(path=folders("sd3_t5"))).family == "sd3"
+    assert find(ModelConfig(path=folders("flux_dev"))).family == "flux"
+    assert isinstance(load_policy(ModelConfig(path=folders("sd3_t5")), parts="learner"), SD3Policy)
+    assert isinstance(load_policy(ModelConfig(path=folders("flux_dev")), parts="learner"), FluxPolicy)
+
+
+def index_folder(folder: Path, text: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "model_index.json").write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("check", [check_model, load_policy])
+def test_wrong_paths_are_named(tmp_path, folders, check):
+    base = folders("sd3_no_t5")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"")
+    cases = [
+        ({"path": "builtin:tinny"}, "did you mean builtin:tiny"),
+        ({"path": str(tmp_path / "emty")}, r"no such folder.*did you mean .*empty\?"),
+        ({"path": str(tmp_path / "empty")}, "folder without model_index.json"),
+        ({"path": f"{base}/transformer"}, f"folder without model_index.json.*did you mean {base}"),
+        ({"path": str(tmp_path / "weights.bin")}, "is a file"),
+        ({"path": "s3://bucket/model"}, "s3://bucket/model.*no such folder"),
+        ({"path": index_folder(tmp_path / "xl", '{"_class_name": "StableDiffusionXLPipeline"}')},
+         r"StableDiffusionXLPipeline.*StableDiffusion3Pipeline \(sd3\), FluxPipeline \(flux\)"),
+        ({"path": index_folder(tmp_path / "odd", "not json")}, "not valid JSON"),
+        ({"path": base, "family": "flux"}, "set model.family to sd3 or auto"),
+        ({"path": base, "max_sequence_length": 513}, "the longest is 512"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ConfigError, match=message) as caught:
+            check(ModelConfig(**options))
+        assert "max_sequence_length" in options or "model." in str(caught.value)
+
+
+def test_a_missing_component_folder_and_a_broken_weight_file_are_named(tmp_path, folders):
+    copy = tmp_path / "copy"
+    shutil.copytree(folders("sd3_no_t5"), copy)
+    shutil.rmtree(copy / "vae")
+    with pytest.raises(ConfigError, match="model_index.json names vae"):
+        check_model(ModelConfig(path=str(copy)))
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").write_text(json.dumps({**index, "vae": [None, None]}))
+    with pytest.raises(ConfigError, match="the pipeline lacks vae"):
+        load_policy(ModelConfig(path=str(copy)))
+    broken = tmp_path / "broken"
+    shutil.copytree(folders("sd3_no_t5"), broken)
+    (broken / "transformer" / "diffusion_pytorch_model.safetensors").write_bytes(b"truncated")
+    with pytest.raises(ConfigError, match="broken' cannot be loaded"):
+        load_policy(ModelConfig(path=str(broken)))
+
+
+def test_a_variant_that_is_not_there_is_an_error(folders):
+    with pytest.raises(ConfigError, match="variant=fp16"):
+        load_policy(ModelConfig(path=folders("sd3_no_t5"), variant="fp16"))
+
+
+def test_checking_imports_no_diffusers_and_an_unreachable_hub_is_named(tmp_path):
+    script = """
+import sys
+from flowgrpo_ray.config import ModelConfig
+from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.policies import check_model
+check_model(ModelConfig(path="builtin:tiny"))
+try:
+    check_model(ModelConfig(path="some-owner/some-model"))
+except ConfigError as error:
+    print(error)
+print("diffusers" in sys.modules, "transformers" in sys.modules)
+"""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
+    message, modules = out.strip().splitlines()
+    assert "'some-owner/some-model' is unreachable" in message and "no such folder" in message
+    assert modules == "False False"

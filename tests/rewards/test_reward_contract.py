@@ -1,0 +1,161 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flowgrpo_ray import rewards
+from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.rewards import Option, Reward, RewardError, base
+
+
+class Constant(Reward):
+    name = "constant"
+    range = (0.0, 1.0)
+    options = {
+        "level": Option(0.5, "what every image scores", kind=float, minimum=0),
+        "flag": Option(False, "a switch", kind=bool),
+        "path": Option(None, "a file"),
+    }
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {"constant": np.full(base.check_batch(images, prompts, metadata), self.settings["level"], np.float32)}
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+
+
+def images(n):
+    return np.zeros((n, 8, 8, 3), np.uint8)
+
+
+@pytest.mark.parametrize("name", rewards.known_rewards())
+def test_every_registered_class_states_the_contract(name):
+    cls = rewards.reward_class(name)
+    assert cls.name == name and cls.scope in ("sample", "group") and cls.description
+    low, high = cls.range
+    assert low < high
+    assert all(isinstance(package, str) for package in cls.packages)
+    assert rewards.option_problems(name, {key: option.default for key, option in cls.options.items()}) == []
+
+
+def loaded(code):
+    """Top-level modules outside the standard library that are loaded once `code` has run in a fresh interpreter."""
+    tail = "\nimport sys; print(' '.join({m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)))"
+    out = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}{tail}"],
+                         check=True, capture_output=True, text=True).stdout
+    return {name for name in out.split() if not name.startswith("_")}
+
+
+def test_base_imports_only_the_standard_library_and_numpy():
+    assert loaded("import flowgrpo_ray.rewards.base") == {"flowgrpo_ray", "numpy"}
+
+
+def test_options_and_prompts_are_checked_without_loading_a_model():
+    code = ("from flowgrpo_ray import rewards; assert rewards.option_problems('ocr', {'mode': 'ful'}); "
+            "assert rewards.reward_class('ocr').check_prompt('no quotes', {})")
+    assert loaded(code) == {"flowgrpo_ray", "numpy"}
+
+
+def test_unknown_reward_names_the_nearest():
+    with pytest.raises(ConfigError, match="no reward is named 'orc'; did you mean ocr"):
+        rewards.get("orc")
+    with pytest.raises(ConfigError, match="the choices are ocr, jpeg_compressibility"):
+        rewards.option_problems("pickscore_v1", {})
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"thread": 2}, "no option 'thread'; did you mean threads?"),
+    ({"mode": "recognise"}, "the choices are full, recognition; did you mean recognition?"),
+    ({"mode": 3}, "option mode is 3; the choices are full, recognition"),
+    ({"threads": 0}, "option threads is 0; the smallest right value is 1"),
+    ({"threads": "2"}, "option threads is '2', not of type int"),
+    ({"threads": True}, "option threads is True, not of type int"),
+    ({"threads": None}, "option threads is None, not of type int"),
+    ({"width": 80}, "option width means nothing with mode: full"),
+    ({"mode": "recognition", "det_model_dir": "x"}, "option det_model_dir means nothing with mode: recognition"),
+])
+def test_wrong_options_are_named(options, message):
+    (problem,) = rewards.option_problems("ocr", options)
+    assert message in problem
+    with pytest.raises(ConfigError) as error:
+        rewards.get("ocr", **options)
+    assert message in str(error.value)
+
+
+def test_all_problems_come_at_once():
+    assert len(rewards.option_problems("ocr", {"thread": 1, "mode": "x", "batch_size": 0})) == 3
+    with pytest.raises(ConfigError, match="no option 'quality'; it has none"):
+        rewards.get("jpeg_compressibility", quality=95)
+
+
+def test_register_makes_a_reward_available(registry):
+    rewards.register("constant", Constant)
+    rewards.register("constant", Constant)
+    assert rewards.known_rewards()[-1] == "constant"
+    assert rewards.get("constant").score(images(2), ["a", "b"], [{}, {}])["constant"].tolist() == [0.5, 0.5]
+    assert rewards.get("constant", level=1, flag=True, path="x").settings == {"level": 1, "flag": True, "path": "x"}
+    assert len(rewards.option_problems("constant", {"level": -1.0, "flag": 1, "path": 2})) == 3
+    assert len(rewards.option_problems("constant", {"level": math.nan})) == 1
+
+
+def test_register_by_name_imports_late(registry):
+    rewards.register("other", "no_such_package.module:Other")
+    with pytest.raises(ModuleNotFoundError):
+        rewards.get("other")
+
+
+@pytest.mark.parametrize(("name", "cls", "message"), [
+    ("ocr", Constant, "already registered"),
+    ("other", Constant, "the two must agree"),
+    ("constant", dict, "no subclass of Reward"),
+    ("constant", "package.module", "not of the form module:Class"),
+])
+def test_register_refuses(registry, name, cls, message):
+    with pytest.raises(ConfigError, match=message):
+        rewards.register(name, cls)
+
+
+def test_validated_gives_float64_in_the_same_order():
+    out = rewards.validated({"r": np.array([0.5, 1], np.float32), "a": [0, 1], "b": np.array([True, False])}, 2, "r")
+    assert list(out) == ["r", "a", "b"]
+    assert all(values.dtype == np.float64 and values.shape == (2,) for values in out.values())
+    assert out["b"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("result", "message"), [
+    (None, "returned a NoneType"),
+    (np.zeros(3), "returned a ndarray"),
+    ({}, "returned no key 'r'"),
+    ({"ocr": np.zeros(3)}, "returned no key 'r'"),
+    ({"m": np.zeros(3), "r": np.zeros(3)}, "as the first key"),
+    ({"r": np.zeros(3), 1: np.zeros(3)}, "keys are strings"),
+    ({"r": np.zeros(2)}, r"has shape \[2\], not \[3\]"),
+    ({"r": np.zeros((3, 1))}, r"has shape \[3, 1\]"),
+    ({"r": 0.5}, r"has shape \[\]"),
+    ({"r": [0.1, None, 0.2]}, "not numbers"),
+    ({"r": ["1", "2", "3"]}, "not numbers"),
+    ({"r": np.array([1, 2, 3j])}, "not numbers"),
+    ({"r": [[1], [2, 3], 4]}, "no array of numbers"),
+    ({"r": [0.0, math.nan, 1.0]}, r"is nan at \[1\] of 3"),
+    ({"r": [math.inf, 0.0, -math.inf]}, r"is inf at \[0, 2\] of 3"),
+    ({"r": np.zeros(3), "m": [0, 0, math.nan]}, "'m' is nan"),
+])
+def test_validated_refuses_what_is_no_score(result, message):
+    with pytest.raises(RewardError, match=message):
+        rewards.validated(result, 3, "r")
+
+
+@pytest.mark.parametrize(("pictures", "prompts", "message"), [
+    (np.zeros((2, 8, 8, 3), np.float32), ["a", "b"], "not float32"),
+    (np.zeros((2, 3, 8, 8), np.uint8), ["a", "b"], r"not uint8 \[2, 3, 8, 8\]"),
+    (np.zeros((8, 8, 3), np.uint8), ["a"], r"not uint8 \[8, 8, 3\]"),
+    ([images(1)], ["a"], "not list"),
+    (images(2), ["a"], "2 images, 1 prompts"),
+])
+def test_a_malformed_batch_is_refused(pictures, prompts, message):
+    with pytest.raises(RewardError, match=message):
+        rewards.get("jpeg_compressibility").score(pictures, prompts, [{}] * len(prompts))

@@ -1,0 +1,211 @@
+"""Every mistake is named, with the nearest right choice, before an actor starts."""
+
+import pytest
+import yaml
+
+from flowgrpo_ray.config import Config, divisors, from_tree, load, to_yaml
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
+
+OCR = "rewards.ocr.weight=1"
+
+
+def problem(*overrides):
+    with pytest.raises(ConfigError) as error:
+        load(None, [OCR, *overrides])
+    return str(error.value)
+
+
+def test_defaults_need_nothing_but_a_reward():
+    config = load(None, [OCR])
+    assert config.rewards["ocr"].weight == 1.0
+    assert (config.window_range, config.window_size, config.train_micro_batch) == ((0, 9), 9, 8)
+    assert config.reward_pool("ocr").replicas == 1
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("sampling: {group_size: 12, micro_batch: 4}\nrewards:\n  ocr: {}\ntrain:\n  learning_rate: 1e-3\n")
+    window = "sampling.window={size: 2, range: [0, 5]}"
+    config = load(path, ["sampling.micro_batch=6", "train.learning_rate=2e-4", window])
+    assert (config.sampling.group_size, config.sampling.micro_batch) == (12, 6)
+    assert config.train.learning_rate == 2e-4 and load(path).train.learning_rate == 1e-3
+    assert config.window_range == (0, 5) and config.window_size == 2
+    assert load(path, {"sampling.group_size": 8, "pools.reward.ocr.replicas": 3}).reward_pool("ocr").replicas == 3
+
+
+def test_numbers_in_free_form_options_are_numbers(tmp_path):
+    """Plain YAML 1.1 reads 1e-3 as a text; nothing would turn it into a number where the schema is open."""
+    path = tmp_path / "a.yaml"
+    path.write_text("rewards: {ocr: {options: {threshold: 1e-3}}}\n")
+    assert load(path).rewards["ocr"].options == {"threshold": 0.001}
+    assert load(None, ["rewards.ocr.options={threshold: 1e-3}"]).rewards["ocr"].options == {"threshold": 0.001}
+
+
+def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("rewards:\nsampling:\n")
+    assert load(path, [OCR, "sampling.num_steps=5"]).sampling.num_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # keys
+        (["samplin.kernel=cps"], "unknown key samplin; did you mean sampling?"),
+        (["sampling.group_sice=8"], "unknown key sampling.group_sice; did you mean sampling.group_size?"),
+        (["sampling.window.sise=8"], "unknown key sampling.window.sise; did you mean sampling.window.size?"),
+        (["train.ema.decai=0.5"], "unknown key train.ema.decai; did you mean train.ema.decay?"),
+        (["rewards.ocr.wieght=1"], "unknown key rewards.ocr.wieght; did you mean rewards.ocr.weight?"),
+        (["pools.rollout.timeout=1"], "unknown key pools.rollout.timeout; did you mean pools.rollout.timeout_s?"),
+        (["pools.reward.ocr.replica=1"], "key pools.reward.ocr.replica; did you mean pools.reward.ocr.replicas?"),
+        (["zzz=1"], "unknown key zzz; the choices are advantage, "),
+        # names and values
+        (["rewards.orc.weight=1"], "rewards: no reward is named 'orc'; did you mean ocr?"),
+        (["rewards.ocr.weight=0"], "at least one reward needs a weight other than 0"),
+        (["rewards.ocr.weight=nan"], "rewards.ocr.weight: Input should be a finite number"),
+        (["rewards.ocr="], "rewards.ocr: Input should be a valid dictionary"),
+        (["sampling.kernel=flow_sd"], "'flow_sde', 'cps' or 'dance_sde' (it is 'flow_sd')"),
+        (["sampling.noise_level=0"], "sampling.noise_level: Input should be greater than 0"),
+        (["sampling.noise_level=.inf"], "sampling.noise_level: Input should be a finite number"),
+        (["sampling.group_size=6.5"], "sampling.group_size: Input should be a valid integer"),
+        (["train.betas=[2, 0.9]"], "train.betas.0: Input should be less than 1"),
+        (["train.ratio_tolerance=-1"], "train.ratio_tolerance: Input should be greater than or equal to 0 (it is -1)"),
+        (["train.ratio_tolerance=atuo"], "train.ratio_tolerance: Input should be 'auto' (it is 'atuo')"),
+        (["run.name=a b"], "run.name"),
+        (["eval.grid_images=65"], "eval.grid_images: Input should be less than or equal to 64"),
+        (["sampling=3"], "sampling: Input should be a valid dictionary"),
+        # parts that have to fit
+        (["sampling.group_size=1"], "sampling.group_size is 1: an advantage is relative to its group"),
+        (["sampling.micro_batch=7"], "sampling.micro_batch is 7, which does not divide sampling.group_size 24; "
+                                     "its divisors are 1, 2, 3, 4, 6, 8, 12, 24"),
+        (["train.micro_batch=5", "train.ratio_tolerance=0.1"], "train.micro_batch is 5, which does not divide"),
+        (["train.micro_batch=4"], "train.micro_batch 4 differs from sampling.micro_batch 8"),
+        (["train.updates_per_step=5"], "train.updates_per_step is 5, which does not divide sampling.groups_per_step "
+                                       "48; its divisors are 1, 2, 3, 4, 6, 8, 12, 16, 24, 48"),
+        (["sampling.window.range=[0, 11]"], "[0, 11] leaves the schedule of 10 steps; the widest range is [0, 10]"),
+        (["sampling.window.range=[-1, 5]"], "[-1, 5] leaves the schedule"),
+        (["sampling.window.range=[5, 5]"], "[5, 5] leaves the schedule"),
+        (["sampling.kernel=cps", "sampling.window.range=[0, 11]"], "the widest range is [0, 9]"),
+        (["sampling.kernel=cps", "sampling.window.range=[5, 10]"], "contains step 9, at which cps adds no noise"),
+        (["sampling.window.size=4", "sampling.window.range=[2, 5]"], "holds 3 steps; the largest size is 3"),
+        (["sampling.max_staleness=1"], "sampling.max_staleness is 1: sampling ahead of the learner is not built"),
+        (["sampling.kernel=cps", "sampling.noise_level=1.2"], "sampling.noise_level is 1.2: cps takes it as an angle"),
+        (["loss.ratio_norm=true", "sampling.log_prob=unscaled"], "loss.ratio_norm needs sampling.log_prob: gaussian"),
+        (["advantage.combine=gdpo", "advantage.std=global"], "advantage.combine gdpo normalises every reward"),
+        (["advantage.combine=gdpo", "advantage.baseline=history"], "advantage.combine gdpo normalises every reward"),
+        (["pools.reward.orc.replicas=2"], "pools.reward.orc has no reward: the rewards are ocr; did you mean ocr?"),
+        (["pools.placement=colocated", "train.sharding=full"], "train.sharding full cannot sample"),
+        (["pools.placement=colocated", "train.sharding=hybrid", "train.shard_size=1"], "train.sharding hybrid cannot"),
+        (["train.sharding=hybrid", "pools.learner.replicas=4"], "train.sharding hybrid needs train.shard_size, a "
+                                                                "divisor of pools.learner.replicas (4): 1, 2, 4"),
+        (["train.sharding=hybrid", "train.shard_size=3", "pools.learner.replicas=4"], "needs train.shard_size"),
+        # overrides
+        (["sampling.group_size"], "override 'sampling.group_size' is not of the form section.key=value"),
+        (["=3"], "is not of the form section.key=value"),
+        (["sampling.window=[0"], "the value is not valid YAML"),
+        (["sampling.group_size=8", "sampling.group_size.x=8"], "group_size is a value, not a section"),
+    ])
+def test_mistakes_are_named(overrides, message):
+    assert message in problem(*overrides)
+
+
+def test_all_mistakes_are_named_at_once():
+    text = problem("sampling.micro_batch=7", "sampling.window.range=[0, 12]", "train.updates_per_step=5")
+    assert all(key in text for key in ("sampling.micro_batch", "sampling.window.range", "train.updates_per_step"))
+    text = problem("samplin.x=1", "train.learning_rate=-1")
+    assert "samplin" in text and "train.learning_rate" in text
+
+
+def test_what_is_allowed_at_the_edges():
+    load(None, [OCR, "sampling.window.range=[0, 10]"])  # flow_sde adds noise at the last step too
+    load(None, [OCR, "sampling.kernel=cps", "sampling.window.range=[0, 9]", "sampling.noise_level=1"])
+    load(None, [OCR, "train.micro_batch=4", "train.ratio_tolerance=1e-5"])
+    load(None, ["rewards.ocr.weight=-1", "rewards.jpeg_compressibility.weight=0"])
+    load(None, [OCR, "pools.placement=colocated", "train.sharding=none"])
+    load(None, [OCR, "train.sharding=hybrid", "train.shard_size=2", "pools.learner.replicas=4"])
+    load(None, [OCR, "advantage.combine=gdpo"])
+
+
+def test_files_that_are_no_configuration(tmp_path):
+    (tmp_path / "tiny.yaml").write_text("rewards: {ocr: {}}\n")
+    with pytest.raises(ConfigError, match="no configuration file at .*tinny.yaml; did you mean .*tiny.yaml"):
+        load(tmp_path / "tinny.yaml")
+    with pytest.raises(ConfigError, match="no configuration file"):
+        load(tmp_path / "nowhere" / "tiny.yaml")
+    (tmp_path / "tiny.yaml").write_text("a: [1\n")
+    with pytest.raises(ConfigError, match="tiny.yaml is not valid YAML"):
+        load(tmp_path / "tiny.yaml")
+    (tmp_path / "tiny.yaml").write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="holds a list; a configuration is a mapping"):
+        load(tmp_path / "tiny.yaml")
+
+
+def test_errors_are_for_users_and_values():
+    assert issubclass(ConfigError, FlowGrpoError) and issubclass(ConfigError, ValueError)
+
+
+# The hash -------------------------------------------------------------------------------------------------------------
+
+def test_hash_leaves_out_where_and_how_it_runs():
+    plain = load(None, [OCR]).result_hash()
+    for override in ("run.name=other", "run.steps=7", "pools.rollout.replicas=5", "pools.placement=colocated",
+                     "logging.level=debug", "checkpoint.every_steps=3", "pools.reward.ocr.num_gpus=0.5"):
+        assert load(None, [OCR, override]).result_hash() == plain, override
+    assert len(plain) == 64
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.seed=1", "sampling.noise_level=0.8", "model.dtype=bfloat16", "model.cpu_threads=2", "lora.rank=4",
+     "data.negative_prompt=x", "rewards.ocr.weight=2", "rewards.ocr.options={a: 1}",
+     "rewards.jpeg_compressibility.weight=0",
+     "advantage.std=none", "loss.beta=0.1", "train.ema.decay=0.5", "eval.seed=1", "sampling.window.size=2"])
+def test_hash_feels_whatever_can_change_the_result(override):
+    assert load(None, [OCR, override]).result_hash() != load(None, [OCR]).result_hash()
+
+
+def test_hash_is_of_the_values_not_of_how_they_were_written(tmp_path):
+    (tmp_path / "a.yaml").write_text("train: {seed: 42, learning_rate: 0.0003}\nrewards: {ocr: {weight: 1}}\n")
+    assert load(tmp_path / "a.yaml").result_hash() == load(None, [OCR]).result_hash()
+
+
+# Back to YAML ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("documented", [False, True])
+def test_yaml_round_trip(documented):
+    config = load(None, [OCR, "sampling.window={size: 2, range: [0, 5]}", "pools.reward.ocr.env={A: 'b: c'}",
+                         "data.negative_prompt='#x'", "rewards.ocr.options={a: [1, {b: null}]}",
+                         "lora.targets=[to_q, to_k]"])
+    assert from_tree(yaml.safe_load(to_yaml(config, documented=documented))) == config
+
+
+def test_every_field_is_documented():
+    def check(model, path):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{path}{name}"
+            if hasattr(field.annotation, "model_fields"):
+                check(field.annotation, f"{path}{name}.")
+
+    check(Config, "")
+    text = to_yaml(load(None, [OCR]), documented=True)
+    assert "# a, the noise level of the kernel\n  noise_level: 0.7" in text
+
+
+def test_assignment_is_checked():
+    config = load(None, [OCR])
+    with pytest.raises(ValueError, match="noise_level"):
+        config.sampling.noise_level = -1
+
+
+# Helpers --------------------------------------------------------------------------------------------------------------
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]
+
+
+def test_nearest():
+    assert nearest("groupsize", ["group_size", "seed"]) == "; did you mean group_size?"
+    assert nearest("groupsize", ["group_size"], "sampling") == "; did you mean sampling.group_size?"
+    assert nearest("zz", ["b", "a"]) == "; the choices are b, a"
+    assert nearest("zz", ["b", "a"], "run") == "; the choices in run are b, a"
+    assert nearest("zz", []) == ""
