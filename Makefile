@@ -44,19 +44,19 @@ $(STAMP): pyproject.toml
 	  echo "making $(VENV) with $$($$found --version) ($$found)"; \
 	  $$found -m venv $(VENV); \
 	fi; \
-	$(PY) -m pip install --quiet --upgrade pip; \
+	$(PY) -m pip install -qq --upgrade pip; \
 	if ! command -v nvidia-smi >/dev/null 2>&1; then \
 	  echo "no NVIDIA GPU here: installing $(TORCH)"; \
-	  $(PY) -m pip install --quiet $(TORCH) || { \
+	  $(PY) -m pip install -qq $(TORCH) || { \
 	    echo "error: $(TORCH) could not be installed for $$($(PY) --version); see pip's message above." >&2; \
 	    echo "If it has no build for this Python, choose another one: rm -r $(VENV) && make install PYTHON=python3.12" >&2; \
 	    echo "Another release or index: make install TORCH='torch==... --index-url https://...'" >&2; \
 	    exit 1; }; \
 	fi; \
 	echo "installing flowgrpo-ray and what it needs (some minutes)"; \
-	$(PY) -m pip install --quiet -e '.[ocr,dev]'; \
+	$(PY) -m pip install -qq -e '.[ocr,dev]'; \
 	echo "installing the OCR models (the rapidocr wheel, without the packages that it names)"; \
-	$(PY) -m pip install --quiet --no-deps rapidocr==3.10.0; \
+	$(PY) -m pip install -qq --no-deps rapidocr==3.10.0; \
 	touch $(STAMP)
 
 clean:

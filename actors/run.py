@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,11 +40,14 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     common = {"namespace": f"flowgrpo-{config.run.name}", "log_to_driver": config.logging.level == "debug",
               "logging_level": logging.WARNING}
+    on_terminate = signal.getsignal(signal.SIGTERM)
     if address:
         ray.init(address=address, **common)
     else:
         need = asked(config)
         ray.init(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
+    if callable(on_terminate) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its crash handler in place of the caller's
     try:
         yield
     finally:

@@ -52,7 +52,7 @@ class _Group(TyperGroup):
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
         except SystemExit as stop:
-            # Ray puts its own handler of SIGTERM in place of ours: it exits with the bare number of the signal.
+            # While Ray connects, a handler of its own is in place: it exits with the bare number of the signal.
             if stop.code not in (signal.SIGTERM, TERMINATED):
                 raise
             typer.echo("terminated", err=True)

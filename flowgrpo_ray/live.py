@@ -51,6 +51,7 @@ def set_up_logging(level: str, console: Console) -> None:
     libraries = logging.DEBUG if level == "debug" else logging.WARNING
     for name in LIBRARIES:
         logging.getLogger(name).setLevel(libraries)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.DEBUG if level == "debug" else logging.ERROR)
 
 
 class PlainView:
@@ -155,7 +156,8 @@ class LiveView(PlainView):
         if self._events:
             parts.append(Text("\n".join(self._events), style="dim", overflow="ellipsis", no_wrap=True))
         if self._warnings.count:
-            last = f"{self._warnings.count} warnings, the last: {self._warnings.last}"
+            count = self._warnings.count
+            last = f"{count} warning{'s' if count > 1 else ''}, the last: {self._warnings.last}"
             parts.append(Text(last, style="yellow", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*parts), title=f"flowgrpo-ray  {escape(self.config.run.name)}", title_align="left",
                      border_style="blue")
@@ -166,7 +168,8 @@ class LiveView(PlainView):
             key = f"reward_mean/{name}"
             values = [row[key] for row in self.rows if key in row]
             scores = [row[f"eval/policy/{name}"] for row in self.rows if f"eval/policy/{name}" in row]
-            evaluated = f"evaluation {scores[0]:.3f}" + (f" -> {scores[-1]:.3f}" if len(scores) > 1 else "") if scores else ""
+            evaluated = " -> ".join(f"{score:.3f}" for score in scores[:1] + scores[1:][-1:])
+            evaluated = f"evaluation {evaluated}" if evaluated else ""
             table.add_row(f"reward {name}", Text(f"{values[-1]:.4f}" if values else "-", style="bold green"),
                           Text(sparkline(values[-40:]), style="green"), Text(evaluated, style="dim"))
         row = self.rows[-1] if self.rows else {}
@@ -237,19 +240,20 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
     if not rows:
         return
     comparisons = evaluation(rows, config.model_dump(mode="json"))
-    table = Table(title="Mean reward on the evaluation prompts", title_justify="left", title_style="bold")
-    for column in ("reward", "weights"):
-        table.add_column(column)
-    for column in ("before", "after", "change"):
-        table.add_column(column, justify="right")
-    for line in comparisons:
-        style = "bold green" if line.headline and line.direction * line.change > 0 else None
-        table.add_row(line.reward, line.weights, f"{line.first:.4f} ± {line.first_error or 0:.4f}",
-                      f"{line.last:.4f} ± {line.last_error or 0:.4f}", f"{line.change:+.4f}", style=style)
     if comparisons:
-        console.print(table)
         first, last = comparisons[0].first_step, comparisons[0].last_step
-        console.print(f"step {first} against step {last}; ± is the standard error", highlight=False, style="dim")
+        width = max(len("reward"), *(len(line.reward) for line in comparisons))
+        console.print(f"Mean reward on the evaluation prompts, step {first} and step {last} (± standard error)",
+                      style="bold", highlight=False, soft_wrap=True)
+        lines = [("reward", "weights", "before", "after", "change", "dim")]
+        for line in comparisons:
+            better = line.headline and line.direction * line.change > 0
+            lines.append((line.reward, line.weights, f"{line.first:.4f} ± {line.first_error or 0:.4f}",
+                          f"{line.last:.4f} ± {line.last_error or 0:.4f}", f"{line.change:+.4f}",
+                          "bold green" if better else "default"))
+        for reward, weights, before, after, change, style in lines:
+            console.print(f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style,
+                          markup=False, highlight=False, soft_wrap=True)
     else:
         for name in config.rewards:
             values = [row[f"reward_mean/{name}"] for row in rows if f"reward_mean/{name}" in row]

@@ -1,13 +1,14 @@
 """The update's loss written out from the papers, one sample set at a time, with torch's own distributions and autograd.
 
-Shares no code with losses.py, kernels.py or the learner: only the networks and what the sampler stored.
+Shares no code with losses.py, kernels.py or the learner: only the networks and what the sampler stored. What follows
+the network is float64: the papers' forms of the means cancel badly in float32 where sigma is small.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from flowgrpo_ray.config import Config
 from flowgrpo_ray.plan import StepPlan
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
+from flowgrpo_ray.trajectory import Arrays
 
 OldLogProbs = Mapping[tuple[int, int], Tensor]  # by (group, sampling shard): [m, w]
 
@@ -77,8 +79,8 @@ def noise(key: tuple[int, int, int, int], step_index: int, shape: tuple[int, ...
     return torch.randn(shape, generator=torch.Generator().manual_seed(number))
 
 
-def walk(config: Config, policy: Policy, plan: StepPlan, data: StepData, update: int):
-    """(group, shard, j, x, x_next, velocity, sigmas, request) of every window step of an update."""
+def walk(config: Config, policy: Policy, plan: StepPlan, data: StepData, update: int) -> Iterator[tuple]:
+    """(group, shard, j, step index, x, x_next, velocity, sigmas, request) of every window step of an update."""
     for group in plan.updates[update]:
         start, size = plan.groups[group].window
         for shard, part in enumerate(data.trajectories[group]):
@@ -86,7 +88,8 @@ def walk(config: Config, policy: Policy, plan: StepPlan, data: StepData, update:
             for j in range(size):
                 v = velocity(policy, latents[j], sigmas[start + j], data.conditionings[group], data.negatives[group],
                              config.sampling.guidance_scale)
-                yield group, shard, j, start + j, latents[j], latents[j + 1], v, sigmas, part.request
+                yield (group, shard, j, start + j, latents[j].double(), latents[j + 1].double(), v.double(), sigmas,
+                       part.request)
 
 
 @torch.no_grad()
@@ -101,11 +104,12 @@ def log_probs(config: Config, policy: Policy, plan: StepPlan, data: StepData, up
 
 def gradients(
     config: Config, policy: Policy, plan: StepPlan, data: StepData, update: int = 0, *, base: Policy | None = None,
-    old: OldLogProbs | None = None,
-) -> dict[str, np.ndarray]:
+    old: OldLogProbs | None = None, ratios: list[float] | None = None,
+) -> Arrays:
     """Gradient of the update's loss, the mean over valid samples and window steps, by LoRA key.
 
-    `base` is the model without adapter, for the KL. `old` takes the place of the sampler's log-probs.
+    `base` is the model without adapter, for the KL. `old` takes the place of the sampler's log-probs. `ratios` gets
+    those of all valid samples and window steps.
     """
     c, total, count = config.loss, torch.zeros(()), 0
     for group, shard, j, i, x, x_next, v, sigmas, request in walk(config, policy, plan, data, update):
@@ -115,16 +119,19 @@ def gradients(
         valid = torch.from_numpy(data.scores[group].valid[samples])
         before = torch.from_numpy(data.trajectories[group][shard].log_probs.copy())[:, j]
         before = before if old is None else old[group, shard][:, j]
-        ratio, scale = torch.exp(log_prob(config, x_next, mean, std) - before), 1.0
+        log_ratio, scale = log_prob(config, x_next, mean, std) - before, 1.0
         if c.ratio_norm:
             eps = torch.stack([noise(key, i, tuple(x.shape[1:])) for key in request.noise_keys])
-            ratio = torch.exp((eps * (mean - (x_next - std * eps))).flatten(1).mean(1))
+            log_ratio = (eps * (mean - (x_next - std * eps))).flatten(1).mean(1)
             scale = 1 / (sigmas[i] - sigmas[i + 1])
+        if ratios is not None:
+            ratios += (log_ratio.detach().exp()[valid]).tolist()
+        ratio = torch.exp(log_ratio)
         loss = torch.maximum(-a * ratio, -a * torch.clamp(ratio, 1 - c.clip_low, 1 + c.clip_high)) * scale
         if c.beta:
             with torch.no_grad():
-                v_ref = velocity(base, x, sigmas[i], data.conditionings[group], data.negatives[group],
-                                 config.sampling.guidance_scale)
+                v_ref = velocity(base, x.float(), sigmas[i], data.conditionings[group], data.negatives[group],
+                                 config.sampling.guidance_scale).double()
             mean_ref, _, _ = step(config, x, v_ref, sigmas, i)
             gap = ((v - v_ref) ** 2) if c.kl == "velocity" else (mean - mean_ref) ** 2
             divisor = {"velocity": 1.0, "per_time": 2 * rate_std**2, "per_step": 2 * std**2}[c.kl]
@@ -134,3 +141,12 @@ def gradients(
     found = torch.autograd.grad(total / count, list(parameters.values()), allow_unused=True)
     return {key: np.zeros(p.shape, np.float32) if g is None else g.numpy()
             for (key, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def assert_close(found: Arrays, expected: Arrays, limit: float = 2e-5) -> None:
+    """Equal gradients, tensor by tensor; all but two tensors have one (the last block's text queries lead nowhere)."""
+    assert found.keys() == expected.keys()
+    assert sum(value.any() for value in expected.values()) == len(expected) - 2
+    scale = max(float(np.linalg.norm(value)) for value in expected.values())
+    for key, value in expected.items():
+        assert np.linalg.norm(found[key] - value) <= limit * max(np.linalg.norm(value), 1e-2 * scale), key

@@ -13,7 +13,7 @@ _PER_SAMPLE = ("valid", "masked", "nonzero", "abs_advantage")
 
 
 class Diagnostics:
-    """float64 sums on the device (not synchronised before `reduce`); samples of weight 0 and masked ones are left out."""
+    """float64 sums on the device, not synchronised before `reduce`; without samples of weight 0 and masked ones."""
 
     def __init__(self, window_size: int, device: torch.device) -> None:
         self._steps = torch.zeros(window_size, len(_PER_STEP), dtype=torch.float64, device=device)

@@ -15,14 +15,14 @@ from flowgrpo_ray.plan import noise_seed
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.sampling.kernels import Transition, get_kernel
+from flowgrpo_ray.sampling.kernels import Kernel, Transition, get_kernel
 from flowgrpo_ray.sampling.noise import draw
 from flowgrpo_ray.trajectory import Arrays, SampleMeta, SampleRequest, Trajectory, from_wire, to_wire
 
 ODE = get_kernel("ode", noise_level=0.0)
 
 
-def kernel_of(config: Config):
+def kernel_of(config: Config) -> Kernel:
     """The transition kernel that the configuration names; sampler and learner build it from the same fields."""
     s = config.sampling
     return get_kernel(s.kernel, noise_level=s.noise_level, log_prob=s.log_prob)
@@ -49,7 +49,8 @@ def build_conditioning(
 
 
 def transition_at(
-    policy: Policy, kernel, x: torch.Tensor, sigmas: torch.Tensor, index: int, conditioning: Conditioning, guidance: float
+    policy: Policy, kernel: Kernel, x: torch.Tensor, sigmas: torch.Tensor, index: int, conditioning: Conditioning,
+    guidance: float,
 ) -> tuple[torch.Tensor, Transition]:
     """Velocity and transition at one step. The one function behind sampling (draws x'), training (is given x') and
     evaluation (noise 0): equal inputs give equal bits, so the on-policy ratio is exactly 1 on CPU."""
@@ -113,7 +114,8 @@ class Sampler:
         latents, log_probs = [x] if size and start == 0 else [], []
         for index in range(request.num_steps):
             inside = start <= index < start + size
-            _, transition = transition_at(policy, self.kernel if inside else ODE, x, sigmas, index, conditioning, guidance)
+            kernel = self.kernel if inside else ODE
+            _, transition = transition_at(policy, kernel, x, sigmas, index, conditioning, guidance)
             if inside:
                 x = transition.sample(step_noise(request, index, shape).to(policy.device))
                 log_probs.append(transition.log_prob(x))

@@ -1,4 +1,4 @@
-"""Makes the tiny demo model from nothing: `python -m flowgrpo_ray.tiny.build_model --out DIR` (one thread, 10 minutes).
+"""Makes the tiny demo model from nothing: `python -m flowgrpo_ray.tiny.build_model --out DIR` (one thread, ~10 min).
 
 Three stages: a VAE; a writer that is taught with neat pictures until OCR reads all that it writes; and the same writer
 taught with careless pictures until OCR reads about 40 % of it. docs/tiny-model.md says why. The project's own OCR

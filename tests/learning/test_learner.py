@@ -10,6 +10,7 @@ import formula
 import numpy as np
 import pytest
 import torch
+from formula import assert_close
 from reference import Bench, configuration, run_update, with_scores
 
 from flowgrpo_ray.errors import FlowGrpoError
@@ -22,14 +23,6 @@ KEY = "transformer.transformer_blocks.1.attn.to_v.lora_B.weight"
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench()
-
-
-def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], limit: float = 1e-4) -> None:
-    assert found.keys() == expected.keys()
-    assert sum(value.any() for value in expected.values()) == 60
-    scale = max(float(np.linalg.norm(value)) for value in expected.values())
-    for key, value in expected.items():
-        assert np.linalg.norm(found[key] - value) <= limit * max(np.linalg.norm(value), 1e-3 * scale), key
 
 
 def mask(group: int, rewards: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,17 +70,24 @@ def test_the_gradient_is_that_of_the_written_formula(bench, case):
 
 @pytest.mark.parametrize("case", ["plain", "ratio_norm", "kl_per_step"])
 def test_the_second_update_is_off_policy_and_clipped(bench, case):
-    """Its gradient is the formula's at the weights after the first; clip ranges differ below and above."""
-    sections = dict(CASES[case])
-    sections["loss"] = {**sections.get("loss", {}), "clip_low": 1e-4, "clip_high": 5e-5}
-    config = configuration(**sections, train={"updates_per_step": 2, "learning_rate": 3e-3})
+    """On the samples of the first, whose ratios have moved to both sides; the clip is set to cut half of each side."""
+    config = configuration(**CASES[case], train={"updates_per_step": 2, "learning_rate": 3e-4})
     learner, plan, data = bench.start(config)
+    plan = dataclasses.replace(plan, updates=((0, 1), (0, 1)))
     run_update(learner, plan, data)
+    ratios: list[float] = []
+    formula.gradients(config, bench.policy, plan, data, 1, base=bench.base, ratios=ratios)
+    low, high = sorted(1 - r for r in ratios if r < 1), sorted(r - 1 for r in ratios if r > 1)
+    assert len(low) > 2 and len(high) > 2
+    config.loss.clip_low, config.loss.clip_high = (np.mean(side[len(side) // 2 - 1 :][:2]) for side in (low, high))
     expected = formula.gradients(config, bench.policy, plan, data, 1, base=bench.base)
     metrics, found = run_update(learner, plan, data, 1)
     assert_close(found, expected)
-    assert 0 < metrics["clip_fraction_low"] and 0 < metrics["clip_fraction_high"] and metrics["clip_fraction"] < 1
-    assert metrics["approx_kl"] > 0 and metrics["first_update_log_ratio_max"] == 0
+    assert metrics["clip_fraction_low"] == pytest.approx(sum(x > config.loss.clip_low for x in low) / len(ratios))
+    assert metrics["clip_fraction_high"] == pytest.approx(sum(x > config.loss.clip_high for x in high) / len(ratios))
+    assert metrics["approx_kl"] == pytest.approx(0.5 * np.mean(np.log(ratios) ** 2), rel=1e-3)
+    assert np.mean([metrics[f"ratio_mean/{j}"] for j in range(3)]) == pytest.approx(np.mean(ratios), abs=1e-7)
+    assert metrics["first_update_log_ratio_max"] == 0
     assert metrics["updates"] == learner.counters["updates"] == 2
 
 

@@ -85,4 +85,4 @@ def test_shipped_base_reads_badly_in_the_range_that_the_demo_starts_from():
     pytest.importorskip("paddleocr")
     prompts = prompt_file("heldout.txt").read_text().splitlines()
     rewards = measure(load(model_dir()), prompts, build_model.ocr_score(), seed=11, repeats=4)
-    assert 0.33 < rewards.mean() < 0.52  # 220 pictures: a standard error of about 0.02 around 0.38 to 0.48
+    assert 0.33 < rewards.mean() < 0.48  # 220 pictures have a standard error of 0.02 around 0.41

@@ -1,0 +1,158 @@
+"""What goes wrong in an actor, and what the run does: an error is not a score, a sync is proven, nothing waits for ever."""
+
+from __future__ import annotations
+
+import faulty
+import numpy as np
+import pytest
+from runs import assert_same_bits, run, small_config
+
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, RatioError, ResourceError, SyncError
+from flowgrpo_ray.samples import read_samples
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+REWARD = "jpeg_compressibility"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def sound(ray_cluster, folder):
+    return run(small_config(folder, "sound", steps=2))
+
+
+@pytest.fixture
+def fault_dir(tmp_path, monkeypatch):
+    return tmp_path
+
+
+def reward_overrides(fault: str, fault_dir, **more) -> dict:
+    env = {"FAULT": fault, "FAULT_DIR": str(fault_dir)}
+    return {f"pools.reward.{REWARD}.env": env, f"rewards.{REWARD}.timeout_s": 5.0, **more}
+
+
+@pytest.mark.parametrize("fault", ["raise", "nan", "short", "hang", "die"])
+def test_a_failing_image_is_masked_and_counted(fault, folder, fault_dir):
+    finished = run(small_config(folder, f"reward-{fault}", steps=1, overrides=reward_overrides(fault, fault_dir)),
+                   reward_class=faulty.FaultyReward)
+    row = finished.rows[0]
+    assert row["masked_samples"] == 1
+    assert row["valid_samples"] == 15
+    assert row[f"scoring_retries/{REWARD}"] == 1
+    assert row[f"scoring_failures/{REWARD}"] == 1
+    assert row[f"timeouts/reward.{REWARD}"] == (2 if fault == "hang" else 0)
+    assert row[f"actor_deaths/reward.{REWARD}"] == (4 if fault == "die" else 0)
+    table = read_samples(finished.run_dir).to_pydict()
+    masked = [i for i, valid in enumerate(table["valid"]) if not valid]
+    assert len(masked) == 1
+    assert table["advantage"][masked[0]] == 0
+    assert table[f"reward:{REWARD}"][masked[0]] is None, "an error is not a score, and no score is not 0"
+
+
+def test_a_flaky_reward_masks_nothing(folder, fault_dir, sound):
+    finished = run(small_config(folder, "reward-flaky", steps=1, overrides=reward_overrides("flaky", fault_dir)),
+                   reward_class=faulty.FaultyReward)
+    row = finished.rows[0]
+    assert row["masked_samples"] == 0
+    assert row[f"scoring_retries/{REWARD}"] == 1
+    assert row[f"scoring_failures/{REWARD}"] == 0
+    assert row[f"reward_mean/{REWARD}"] == sound.rows[0][f"reward_mean/{REWARD}"]
+
+
+def test_drop_group_takes_the_group(folder, fault_dir):
+    overrides = reward_overrides("raise", fault_dir, **{f"rewards.{REWARD}.on_failure": "drop_group"})
+    finished = run(small_config(folder, "reward-drop", steps=1, overrides=overrides), reward_class=faulty.FaultyReward)
+    assert finished.rows[0]["dropped_groups"] == 1
+    assert finished.rows[0]["masked_samples"] == 4
+
+
+def test_fail_stops_the_run(folder, fault_dir):
+    overrides = reward_overrides("raise", fault_dir, **{f"rewards.{REWARD}.on_failure": "fail"})
+    with pytest.raises(FlowGrpoError, match="beyond me.*on_failure is fail"):
+        run(small_config(folder, "reward-fail", steps=1, overrides=overrides), reward_class=faulty.FaultyReward)
+
+
+@pytest.mark.parametrize(("actor", "message"), [
+    (faulty.BindsNothing, "read back as|tensors changed"),
+    (faulty.BindsOneTensorLess, "bound 61 tensors of 62"),
+    (faulty.WrongDigest, "read back as"),
+    (faulty.WrongVersion, "answered for policy version 0"),
+    (faulty.ForgetsVersion, "names policy version 0, and this actor holds version 7"),
+])
+def test_a_sync_that_is_not_proven_stops_the_run(actor, message, folder):
+    with pytest.raises(SyncError, match=message):
+        run(small_config(folder, f"sync-{actor.__name__}", steps=2), rollout_class=actor)
+
+
+@pytest.mark.parametrize("actor", [faulty.OtherConditioning, faulty.StrayWeight])
+def test_the_on_policy_gate_refuses_the_update(actor, folder):
+    with pytest.raises(RatioError, match="on-policy check"):
+        run(small_config(folder, f"gate-{actor.__name__}", steps=1), rollout_class=actor)
+
+
+def test_recompute_goes_on_where_the_gate_would_stop(folder):
+    finished = run(small_config(folder, "recompute", steps=1, overrides={"train.on_ratio_mismatch": "recompute"}),
+                   rollout_class=faulty.OtherConditioning)
+    assert finished.rows[0]["first_update_log_ratio_max"] > 0
+    assert finished.rows[0]["updates"] == 2
+
+
+@pytest.mark.parametrize(("actor", "counter"), [(faulty.HangsOnce, "timeouts"), (faulty.OutOfMemoryOnce, None)])
+def test_a_rollout_call_that_fails_once_changes_nothing(actor, counter, folder, fault_dir, sound):
+    finished = run(small_config(folder, f"rollout-{actor.__name__}", steps=2, overrides={
+        "pools.rollout.timeout_s": 20.0, "pools.rollout.env": {"FAULT_DIR": str(fault_dir)}}), rollout_class=actor)
+    assert_same_bits(sound.adapter, finished.adapter)
+    if counter:
+        assert finished.rows[-1][f"{counter}/rollout"] == 1
+
+
+def test_a_rollout_that_always_fails_ends_the_run(folder):
+    with pytest.raises(FlowGrpoError, match="failed 3 times: MemoryError"):
+        run(small_config(folder, "rollout-always", steps=1), rollout_class=faulty.AlwaysRaises)
+
+
+@pytest.mark.parametrize(("actor", "message"), [
+    (faulty.LearnerDies, "learner rank 1 failed"), (faulty.LearnerHangs, "no answer within 20 s.*learner rank")])
+def test_a_lost_learner_rank_ends_the_run(actor, message, folder):
+    overrides = {"pools.learner.replicas": 2, "pools.learner.timeout_s": 20.0, "pools.learner.collective_timeout_s": 60.0}
+    with pytest.raises(FlowGrpoError, match=message):
+        run(small_config(folder, f"learner-{actor.__name__}", steps=1, overrides=overrides), learner_class=actor)
+
+
+def test_an_actor_that_cannot_start_says_why(folder):
+    with pytest.raises(FlowGrpoError, match="could not start|learner rank 0") as caught:
+        run(small_config(folder, "no-target", steps=1, overrides={"lora.targets": ["attn.to_qq"]}))
+    assert "attn.to_q" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_too_few_resources_are_named(folder):
+    with pytest.raises(ResourceError, match="CPU: asked 64.2, free 16 of 16"):
+        run(small_config(folder, "greedy", steps=1, overrides={"pools.rollout.replicas": 2, "pools.rollout.num_cpus": 32}))
+
+
+def test_a_folder_with_another_run_is_refused(folder, sound):
+    with pytest.raises(FlowGrpoError, match=r"(?s)another configuration.*learning_rate"):
+        run(small_config(folder, "sound", steps=3, overrides={"train.learning_rate": 5e-4}))
+    with pytest.raises(FlowGrpoError, match="run.resume is never"):
+        run(small_config(folder, "sound", steps=3, overrides={"run.resume": "never"}))
+
+
+def test_prompts_that_cannot_be_scored_are_named_before_any_actor(folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('the word "CAT"\na cat without words\n')
+    with pytest.raises(ConfigError, match=r"(?s)line 2.*a cat without words"):
+        run(small_config(folder, "unscorable", overrides={"rewards": {"ocr": {}}, "pools.reward": {},
+                                                          "data.train_prompts": str(prompts)}))
+
+
+def test_all_actors_ended(ray_cluster):
+    import time
+
+    deadline = time.monotonic() + 60
+    while ray_cluster.available_resources().get("CPU", 0) < 16 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert np.isclose(ray_cluster.available_resources()["CPU"], 16)

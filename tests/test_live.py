@@ -1,0 +1,90 @@
+"""What a person sees of a run: the live view, plain lines, and log records."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from flowgrpo_ray.config import Config, load
+from flowgrpo_ray.live import LiveView, PlainView, duration, set_up_logging, sparkline
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """Logging is set up for the whole process; here that is the tests' own."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in ("flowgrpo_ray", "actors"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+def small(overrides: list[str]) -> Config:
+    return load(None, ["rewards={jpeg_compressibility: {}}", "run.name=small", *overrides])
+
+
+ROWS = [
+    {"step": 0, "eval/policy/jpeg_compressibility": -0.5, "eval/ema/jpeg_compressibility": -0.5},
+    {"step": 1, "reward_mean/jpeg_compressibility": -0.4, "kl": 0.25, "clip_fraction": 0.125, "images_per_s": 12.5,
+     "time_step": 30.0, "eval/policy/jpeg_compressibility": -0.3, "eval/ema/jpeg_compressibility": -0.45},
+]
+
+
+def test_plain_view_is_a_line_per_step():
+    out = io.StringIO()
+    config = small(["run.steps=5", "loss.beta=0.1"])
+    with PlainView(config, Console(file=out, width=40)) as view:
+        view.say("hello [world]")
+        for row in ROWS:
+            view.row(row)
+    assert out.getvalue().splitlines() == [
+        "hello [world]",
+        "step 0/5  evaluation: jpeg_compressibility -0.5000, jpeg_compressibility -0.5000 (ema)",
+        "step 1/5  jpeg_compressibility -0.4000  kl 0.25  clip 0.125  images/s 12.5  30.0 s  evaluation: "
+        "jpeg_compressibility -0.3000, jpeg_compressibility -0.4500 (ema)  about 2 min 0 s left",
+    ]
+
+
+def test_live_view_shows_numbers_actors_events_and_warnings():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    set_up_logging("info", console)
+    with LiveView(small(["run.steps=5"]), console) as view:
+        view.say("starting 9 actors")
+        for row in ROWS:
+            view.row(row)
+        view.activity({"rollout": ["sample step 2 group 0 shard 1", "idle"], "learner": ["accumulate"],
+                       "reward.ocr": ["score a"] * 3 + ["idle"] * 2})
+        logging.getLogger("actors.pool").warning("pool rollout: actor 1 died (it [was] killed)")
+        logging.getLogger("actors.pool").info("waiting")
+        logging.getLogger("diffusers").info("chatter")
+        out.truncate(0)
+        view._live.refresh()
+        text = out.getvalue()
+    for part in ("small", "step 1/5", "about 2 min 0 s left", "-0.4000", "evaluation -0.500 -> -0.300", "KL 0.25",
+                 "clip fraction 0.125", "images/s 12.5", "sample step 2 group 0 shard 1", "3 score, 2 idle",
+                 "accumulate", "starting 9 actors", "evaluation at step 1",
+                 "1 warning, the last: pool rollout: actor 1 died (it [was]"):
+        assert part in text, part
+
+
+def test_log_records_are_printed_above_the_live_view():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    set_up_logging("info", console)
+    with LiveView(small([]), console):
+        logging.getLogger("actors.pool").info("waiting for [things]")
+        logging.getLogger("actors.pool").debug("detail")
+        logging.getLogger("diffusers").info("chatter")
+    assert "waiting for [things]" in out.getvalue()
+    assert "detail" not in out.getvalue() and "chatter" not in out.getvalue()
+
+
+def test_small_forms():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([2.0, 2.0]) == "▄▄" and sparkline([float("nan")]) == ""
+    assert [duration(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
