@@ -16,6 +16,7 @@ from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.preflight import check
@@ -42,7 +43,10 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
               "logging_level": logging.WARNING}
     on_terminate = signal.getsignal(signal.SIGTERM)
     if address:
-        ray.init(address=address, **common)
+        try:
+            ray.init(address=address, **common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ResourceError(f"cannot connect to Ray at {address} (from --address or RAY_ADDRESS): {error}") from error
     else:
         need = asked(config)
         ray.init(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)

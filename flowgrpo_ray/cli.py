@@ -44,6 +44,8 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except ConfigError as error:
             _fail(error, 2)
+        except BrokenPipeError:
+            raise  # the reader of a pipe has enough: typer ends quietly
         except (FlowGrpoError, OSError) as error:
             if isinstance(error, OSError) and logging.getLogger("flowgrpo_ray").level == logging.DEBUG:
                 raise  # the operating system's errors say what failed, not where

@@ -31,7 +31,7 @@ def check_run_dir(run_dir: str) -> str:
     above = storage.parent(run_dir)
     near = [name for name in storage.list_dir(above) if holds_run(storage.join(above, name))]
     raise ConfigError(f"no run directory at {storage.display(run_dir)}"
-                      f"{nearest(storage.base_name(run_dir), near, '') if near else ''}")
+                      f"{nearest(storage.base_name(run_dir), near)}")
 
 
 def find_checkpoint(run_dir: str, step: str) -> CheckpointInfo:

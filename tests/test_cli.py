@@ -158,6 +158,7 @@ def test_lists_of_rewards_metrics_and_versions():
     (["eval", "small.yaml", "--checkpoint", "1", "--adapter", "x"], 2, "give one of them"),
     (["eval", "small.yaml", "--adapter", "adapterz"], 2, "/adapters?"),
     (["eval", "small.yaml", "--ema"], 2, "--checkpoint latest"),
+    (["eval", "small.yaml", "--address", "nowhere"], 1, "cannot connect to Ray at nowhere"),
     (["eval", "small.yaml", "data.eval_prompts=null"], 2, "data.eval_prompts is not set"),
     (["sample", "small.yaml", "--out", "x"], 2, "--prompt TEXT"),
     (["sample", "--prompt", "x"], 2, "--model PATH"),

@@ -236,6 +236,22 @@ def test_a_sharded_learner_resumes_as_if_never_stopped(ranks):
             assert through["updates"][0][key] == resumed["updates"][0][key], key
 
 
+@pytest.mark.parametrize(("world_size", "free", "expected"), [(2, None, "none"), (2, 0, "full"), (1, 0, "none"),
+                                                              (2, 10**12, "none")])
+def test_auto_shards_where_the_base_would_take_more_than_half_of_the_memory(
+    small_policy, monkeypatch, world_size, free, expected
+):
+    """`free` is what the GPU has left beside the base; None on CPU."""
+    monkeypatch.setattr(parallel.devices, "free_memory_bytes", lambda device: free)
+    assert parallel.choose_sharding("auto", small_policy, world_size) == expected
+    assert parallel.choose_sharding("hybrid", small_policy, world_size) == "hybrid"
+
+
+@pytest.fixture(scope="module")
+def small_policy() -> Any:
+    return reference.load(reference.configuration(), parts="learner")[0]
+
+
 def assert_states_equal(one: tuple, other: tuple) -> None:
     assert one[1] == other[1]
     for name in ("adapter", "ema", "optimizer"):

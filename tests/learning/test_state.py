@@ -75,6 +75,14 @@ def test_four_updates_are_two_and_a_new_learner_and_two(through):
     assert any((changed[key] != value).any() for key, value in through["middle"][0]["ema"].items())
 
 
+def test_the_reference_loop_goes_on_from_a_checkpoint(through):
+    adapter, ema, rows = reference.train_reference(
+        configuration(**SECTIONS), RECORDS[:2], STEPS, get(JPEG), start_step=1,
+        state=read_learner_state(through["uri"]))
+    assert lora.digest(adapter) == lora.digest(through["end"][0]["adapter"])
+    assert lora.digest(ema) == lora.digest(through["end"][0]["ema"]) and rows == through["rows"][1:]
+
+
 @pytest.mark.parametrize("lost", ["ema", "optimizer", "updates", "history"])
 def test_each_part_of_the_state_matters(through, lost):
     """Without any one of them the run does not end where it should: the comparison above can fail."""

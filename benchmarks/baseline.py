@@ -1,0 +1,199 @@
+"""Whole training steps in one plain loop in one process, phase by phase: what a program without actors does.
+
+    python -m benchmarks.baseline [CONFIG] [KEY=VALUE ...] [--steps 5] [--warmup 1] [--json]
+
+Encode, denoise, decode, score, train and publish follow one another, at the shapes that the plan gives to the actors. The
+CPU seconds of a phase are what its work costs when nothing else runs: `benchmarks.whole_step` measures actors by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.measure import (
+    Timing,
+    configuration,
+    cores,
+    device_of,
+    machine,
+    parser,
+    print_machine,
+    print_table,
+    run_main,
+    shown,
+    spread,
+)
+from flowgrpo_ray import device as devices
+from flowgrpo_ray.config import Config
+from flowgrpo_ray.learning.learner import Learner
+from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step
+from flowgrpo_ray.policies import load_policy, lora
+from flowgrpo_ray.policies.base import Policy
+from flowgrpo_ray.policies.slots import AdapterSlots
+from flowgrpo_ray.preflight import check
+from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.rewards import get
+from flowgrpo_ray.rewards.base import Reward, validated
+from flowgrpo_ray.sampling.sampler import Sampler
+from flowgrpo_ray.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
+
+RUN_ID = "benchmark"
+PHASES = ("encode", "denoise", "decode", "score", "train", "publish")
+PURE = ("denoise", "decode", "score", "train")  # the work of the algorithm itself
+
+
+def training_request(config: Config, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
+    """The request of a training shard."""
+    s = config.sampling
+    return SampleRequest(
+        run_id=RUN_ID, slot="policy", version=group.version,
+        noise_keys=tuple((config.train.seed, group.step, group.group, sample) for sample in shard.samples),
+        stream="train", index=(0,) * len(shard.samples), height=group.height, width=group.width,
+        num_steps=s.num_steps, guidance_scale=s.guidance_scale, window=group.window,
+        shared_initial_noise=s.shared_initial_noise)
+
+
+def negative_text(config: Config, group: GroupPlan) -> str:
+    """The negative prompt of a group."""
+    own = group.record.negative_prompt
+    return config.data.negative_prompt if own is None else own
+
+
+class Clock:
+    """Adds up wall and CPU seconds by phase; waits for the device at the end of each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.phases: dict[str, Timing] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with devices.Stopwatch(self._device) as watch:
+            yield
+        before = self.phases.get(name, Timing(0.0, 0.0))
+        self.phases[name] = Timing(before.wall + watch.seconds, before.cpu + watch.cpu_seconds)
+
+
+class Sequential:
+    """One policy, a sampler and a learner on it, and the rewards, taking turns."""
+
+    def __init__(self, config: Config, policy: Policy, rewards: Mapping[str, Reward]) -> None:
+        self.config, self.policy, self.rewards = config, policy, rewards
+        lora.attach(policy, config.lora, config.train.seed)
+        self.learner = Learner(policy, config, run_id=RUN_ID)
+        self.sampler = Sampler(policy, config, AdapterSlots(policy))
+        self._negatives: dict[str, Arrays] = {}
+        self._publish(0)
+
+    def _publish(self, version: int) -> None:
+        self.learner.export(version)
+        self.sampler.slots.adopt("policy", version)
+
+    def _negative(self, group: GroupPlan) -> Arrays | None:
+        if not self.policy.uses_cfg(self.config.sampling.guidance_scale):
+            return None
+        text = negative_text(self.config, group)
+        if text not in self._negatives:
+            self._negatives[text] = self.sampler.encode(PromptRecord(prompt=text))
+        return self._negatives[text]
+
+    def step(self, records: Sequence[PromptRecord], step: int) -> dict[str, Timing]:
+        """One step (0-based, in order); the time of each phase."""
+        clock, plan = Clock(self.policy.device), plan_step(self.config, records, step)
+        self.learner.begin_step(plan)
+        work: dict[int, tuple[Any, ...]] = {}
+        for group in plan.groups:
+            with clock.phase("encode"):
+                negative, conditioning = self._negative(group), self.sampler.encode(group.record)
+            trajectories, scores = self._sample_group(clock, group, negative, conditioning)
+            self.learner.add_scores({group.group: scores})
+            work[group.group] = (negative, conditioning, *trajectories)
+        with clock.phase("train"):
+            self._train(plan, work)
+        with clock.phase("publish"):
+            self._publish(step + 1)
+        return clock.phases
+
+    def _sample_group(
+        self, clock: Clock, group: GroupPlan, negative: Arrays | None, conditioning: Arrays
+    ) -> tuple[list[Trajectory], GroupScores]:
+        trajectories, parts = [], []
+        for shard in group.shards:
+            request = training_request(self.config, group, shard)
+            with clock.phase("denoise"):
+                digest = self.sampler.slots.bind(request.slot, request.version)
+                x, trajectory = self.sampler.denoise(request, digest, negative, conditioning)
+            with clock.phase("decode"):
+                images = self.policy.decode(x, group.height, group.width)
+            with clock.phase("score"):
+                m, scores = len(images), {}
+                for name, reward in self.rewards.items():
+                    answer = reward.score(images, [group.record.prompt] * m, [group.record.metadata] * m)
+                    scores |= validated(answer, m, name)
+            trajectories.append(trajectory)
+            parts.append(scores)
+        rewards = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        return trajectories, GroupScores(rewards, np.ones(self.config.sampling.group_size, dtype=bool))
+
+    def _train(self, plan: StepPlan, work: Mapping[int, tuple[Any, ...]]) -> None:
+        for update in range(len(plan.updates)):
+            for (item,) in micro_steps(plan.train_shards(update), 1):
+                negative, conditioning, *trajectories = work[item.shard.group]
+                wanted = set(item.shard.samples)
+                parts = [t for t in trajectories if wanted & {key[3] for key in t.request.noise_keys}]
+                self.learner.accumulate(item, negative, conditioning, *parts)
+            self.learner.apply()
+
+
+def measure(config: Config, *, steps: int, warmup: int, device: str = "cpu") -> dict[str, Any]:
+    """Medians over `steps` steps after `warmup`.
+
+    Returns:
+        step_seconds (spread of the wall time of a step), images_per_s, phases (spread of wall and CPU seconds a step by
+        phase), pure_core_seconds (sum of the medians of CPU seconds of PURE; on a GPU of their wall seconds).
+    """
+    records = check(config).train
+    where = device_of(device, config)
+    found = machine(where)
+    loop = Sequential(config, load_policy(config.model, device=where),
+                      {name: get(name, **reward.options) for name, reward in config.rewards.items()})
+    rows = [loop.step(records, step) for step in range(warmup + steps)][warmup:]
+    phases = {name: {"wall": spread([row[name].wall for row in rows]), "cpu": spread([row[name].cpu for row in rows])}
+              for name in PHASES}
+    images = config.sampling.group_size * config.sampling.groups_per_step
+    total = spread([sum(timing.wall for timing in row.values()) for row in rows])
+    clock = "cpu" if where.type == "cpu" else "wall"
+    return {"benchmark": "baseline", "machine": found, "steps": steps, "images": images, "step_seconds": total,
+            "images_per_s": images / total["median"], "phases": phases,
+            "pure_core_seconds": sum(phases[name][clock]["median"] for name in PURE)}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    print_machine(result["machine"])
+    print_table(["phase", "wall s a step", "CPU s a step"],
+                [[name, shown(p["wall"]), shown(p["cpu"])] for name, p in result["phases"].items()])
+    print(f"one process, one loop: {shown(result['step_seconds'])} s a step of {result['images']} images, "
+          f"{result['images_per_s']:.1f} images/s; pure work {result['pure_core_seconds']:.3f} core-seconds of "
+          f"{cores()} cores")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser(__doc__)
+    p.add_argument("--steps", type=int, default=5, help="measured steps")
+    p.add_argument("--warmup", type=int, default=1, help="steps before them")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+    def work(options: argparse.Namespace) -> dict[str, Any]:
+        return measure(configuration(options.words), steps=options.steps, warmup=options.warmup, device=options.device)
+
+    return run_main(work, p, show, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,247 @@
+"""Whole training steps on real actors, against the same steps in one plain loop in one process on this machine.
+
+    python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--steps 8] [--warmup 2]
+                                    [--view plain|live] [--json]
+
+For the configuration as it is, and for every `--variant` (overrides on top, to compare placements, replicas, micro-batches
+or niceness), Ray is started, `warmup` + `steps` steps are trained as `flowgrpo-ray train` does, and Ray is ended. Told are
+
+- the median time of a step, all between two recorded rows included (weight sync, metrics, samples);
+- driver: CPU seconds of the driver's process a step (target: at most 0.15), with all of its threads;
+- the busy share of the cores (target: at least 0.80): pure work / (cores x time of a step). Pure work is what denoising,
+  decoding, scoring and training of one step cost in core-seconds when each is done alone: `benchmarks.baseline`, run first
+  in a process of its own at the same shapes. What actors add (Ray, copies, waiting, a cache shared by two) is not work.
+- where CPU time went, by process; the difference to pure work is overhead.
+
+The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a step of
+this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop is of this
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from actors.controller import Controller
+from actors.run import train
+from benchmarks.measure import (
+    DEMO,
+    ROOT,
+    cores,
+    machine,
+    parser,
+    print_machine,
+    print_table,
+    run_main,
+    shown,
+    split_words,
+    spread,
+)
+from flowgrpo_ray.config import Config, load, to_yaml
+from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.live import LiveView, PlainView
+from flowgrpo_ray.metrics import Row
+from flowgrpo_ray.plan import StepPlan
+
+DRIVER_TARGET, BUSY_TARGET = 0.15, 0.80
+REPORTED = {"one process": 3.9, "two processes": 2.5}  # seconds a step
+SHARES = ("busy_share/rollout", "busy_share/reward", "busy_share/learner")
+
+
+def only_steps(config: Config, folder: str, name: str, steps: int) -> Config:
+    """The configuration with nothing but training steps: no evaluation, and no checkpoint before the end."""
+    tree = config.model_dump(mode="json")
+    tree["run"] |= {"name": name, "dir": folder, "steps": steps, "resume": "never"}
+    tree["eval"] |= {"every_steps": 0, "at_start": False, "at_end": False}
+    tree["checkpoint"] |= {"every_steps": 0}
+    return type(config).model_validate(tree)
+
+
+def sequential(config: Config, folder: str, *, steps: int, warmup: int) -> dict[str, Any]:
+    """`benchmarks.baseline` in a process of its own.
+
+    Raises:
+        FlowGrpoError: it failed; with what it said.
+    """
+    file = Path(folder, "baseline.yaml")
+    file.write_text(to_yaml(config))
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.baseline", str(file), "--json", "--steps", str(steps),
+               "--warmup", str(warmup)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise FlowGrpoError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def cpu_by_role() -> dict[tuple[int, str], float]:
+    """CPU seconds so far of every process that this one has started, by (pid, role)."""
+    out = {}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times, line = process.cpu_times(), process.cmdline()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue  # ended between the two calls
+        # Ray names a worker's process after its actor's class and the method that it runs.
+        title = line[0] if line else process.name()
+        role = title.removeprefix("ray::").split(".")[0].split("(")[0] if title.startswith("ray::") else Path(title).name
+        out[(process.pid, role)] = times.user + times.system
+    return out
+
+
+def spent(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str], float]) -> dict[str, float]:
+    """CPU seconds between two snapshots, by role; what a process is called at the end counts."""
+    earlier = {pid: seconds for (pid, _), seconds in before.items()}
+    total: Counter[str] = Counter()
+    for (pid, role), seconds in after.items():
+        total[role] += seconds - earlier.get(pid, 0.0)
+    return dict(total.most_common())
+
+
+class Marks:
+    """Wall and CPU seconds of the driver after every recorded row, and what its processes had spent at both ends."""
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self._warmup, self._steps = warmup, steps
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.rows: list[Row] = []
+        self._before: dict[tuple[int, str], float] = {}
+        self.spent: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Training starts: the first mark."""
+        self._mark()
+
+    def row(self, row: Row) -> None:
+        done = len(self.rows) + 1
+        if done == self._warmup:
+            self._before = cpu_by_role()  # before the mark: not a part of the next step
+            self._mark()
+        else:
+            self._mark()
+            if done == self._warmup + self._steps:
+                self.spent = spent(self._before, cpu_by_role())
+        self.rows.append(row)
+
+    def _mark(self) -> None:
+        self.wall.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+
+    def steps(self, marks: Sequence[float]) -> list[float]:
+        """Differences of the measured steps."""
+        return [b - a for a, b in zip(marks[self._warmup : -1], marks[self._warmup + 1 :], strict=True)]
+
+
+def run_actors(config: Config, *, steps: int, warmup: int, view: str) -> Marks:
+    """Train on real actors, marking every step."""
+    marks = Marks(warmup, steps)
+
+    class Measured(Controller):
+        def train_step(self, plan: StepPlan) -> Row:
+            if not marks.wall:
+                marks.begin()
+            return super().train_step(plan)
+
+        def _record(self, row: Row) -> None:
+            super()._record(row)
+            marks.row(row)
+
+    console = Console(file=io.StringIO(), force_terminal=view == "live", width=120, height=40)
+    with (LiveView if view == "live" else PlainView)(config, console) as observer:
+        train(config, observer, controller_class=Measured)
+    return marks
+
+
+def measure_variant(name: str, config: Config, plain: Mapping[str, Any], *, steps: int, warmup: int, view: str
+                    ) -> dict[str, Any]:
+    """Figures of one configuration; `plain` is its `benchmarks.baseline`."""
+    marks = run_actors(config, steps=steps, warmup=warmup, view=view)
+    step, driver = spread(marks.steps(marks.wall)), spread(marks.steps(marks.cpu))
+    measured = marks.rows[warmup:]
+    return {
+        "variant": name, "steps": steps, "images": plain["images"], "step_seconds": step,
+        "images_per_s": plain["images"] / step["median"], "driver_cpu_seconds": driver,
+        "pure_core_seconds": plain["pure_core_seconds"],
+        "busy_share": plain["pure_core_seconds"] / (cores() * step["median"]),
+        "role_shares": {key: spread([row[key] for row in measured])["median"] for key in SHARES},
+        "cpu_seconds_by_process": {role: seconds / steps for role, seconds in marks.spent.items() if seconds / steps >= 0.005},
+        "baseline_step_seconds": plain["step_seconds"]["median"],
+        "speed_up": plain["step_seconds"]["median"] / step["median"],
+    }
+
+
+def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str], *, steps: int, warmup: int,
+            baseline_steps: int, view: str) -> dict[str, Any]:
+    """All variants, each beside the plain loop at its own shapes."""
+    # As the command line does: Ray's zero-GPU actors see no GPU, without a warning about it.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    found, plain, out = machine(), {}, []
+    with tempfile.TemporaryDirectory(prefix="flowgrpo-benchmark-") as folder:
+        configs = {}
+        for number, variant in enumerate(["", *variants]):
+            config = load(file or DEMO, [*overrides, *shlex.split(variant)])
+            configs[variant or "as configured"] = only_steps(config, folder, f"variant-{number}", warmup + steps)
+        for name, config in configs.items():
+            key = config.result_hash()
+            if key not in plain:
+                print(f"plain loop: {name} ...", file=sys.stderr)
+                plain[key] = sequential(config, folder, steps=baseline_steps, warmup=1)
+            print(f"actors: {name} ...", file=sys.stderr)
+            out.append(measure_variant(name, config, plain[key], steps=steps, warmup=warmup, view=view)
+                       | {"baseline": plain[key]})
+    return {"benchmark": "whole_step", "machine": found, "targets": {"driver": DRIVER_TARGET, "busy_share": BUSY_TARGET},
+            "reported_reference_step_seconds": REPORTED, "variants": out}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    print_machine(result["machine"])
+    print_table(
+        ["variant", "s a step", "images/s", f"driver CPU s (target {DRIVER_TARGET:g})", "pure core-s",
+         f"busy share (target {BUSY_TARGET:.2f})", "plain loop s", "speed-up"],
+        [[v["variant"], shown(v["step_seconds"], 2), f"{v['images_per_s']:.1f}", shown(v["driver_cpu_seconds"]),
+          f"{v['pure_core_seconds']:.2f}", f"{v['busy_share']:.3f}", f"{v['baseline_step_seconds']:.2f}",
+          f"{v['speed_up']:.2f}x"] for v in result["variants"]])
+    for v in result["variants"]:
+        shares = ", ".join(f"{key.split('/')[1]} {value:.2f}" for key, value in v["role_shares"].items())
+        used = ", ".join(f"{role} {seconds:.2f}" for role, seconds in v["cpu_seconds_by_process"].items())
+        phases = ", ".join(f"{name} {phase['cpu']['median']:.2f}" for name, phase in v["baseline"]["phases"].items())
+        print(f"{v['variant']}\n  time each role worked: {shares}\n  CPU seconds a step by process: {used}\n"
+              f"  alone in one process: {phases}")
+    reported = ", ".join(f"{seconds:g} s in {name}" for name, seconds in REPORTED.items())
+    print(f"The reference implementation was reported at {reported} on a machine of two cores (not this one).")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser(__doc__)
+    p.add_argument("--variant", action="append", default=[], metavar='"KEY=VALUE ..."', help="overrides to compare, repeatable")
+    p.add_argument("--steps", type=int, default=8, help="measured steps")
+    p.add_argument("--warmup", type=int, default=2, help="steps before them (at least 1)")
+    p.add_argument("--baseline-steps", type=int, default=5, help="measured steps of the plain loop")
+    p.add_argument("--view", choices=("plain", "live"), default="plain",
+                   help="what the driver shows meanwhile: plain lines, or the live view of a terminal (to nowhere)")
+
+    def work(options: argparse.Namespace) -> dict[str, Any]:
+        file, overrides = split_words(options.words)
+        return measure(file, overrides, options.variant, steps=options.steps, warmup=max(1, options.warmup),
+                       baseline_steps=options.baseline_steps, view=options.view)
+
+    return run_main(work, p, show, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
