@@ -37,13 +37,13 @@ class Memory(Watcher):
         self.resident.append(psutil.Process().memory_info().rss)
         self.refs.append(len(ray._private.worker.global_worker.core_worker.get_all_reference_counts()))
         if row["step"] % 10 == 0:
-            self.stored.append(settled_bytes())
+            self.stored.append(settled_bytes(1 if row["step"] == STEPS else 4))
 
 
-def settled_bytes() -> int:
+def settled_bytes(target_mib: int) -> int:
     """Bytes left in the store once Ray has freed what nobody refers to, which it does in batches."""
-    deadline = time.monotonic() + 15
-    while (left := stored_bytes()) > 4 * MIB and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while (left := stored_bytes()) >= target_mib * MIB and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 

@@ -16,9 +16,9 @@ from flowgrpo_ray.learning.state import read_learner_state, write_learner_state
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.rewards import get
 
-# Two prompts, so that every step meets them again; an EMA period that the checkpoint does not fall together with.
+# Two prompts, so that every step meets them again; an EMA that has moved by then, and whose decay is still growing.
 SECTIONS: dict[str, dict[str, Any]] = {
-    "train": {"updates_per_step": 2, "ema": {"every_updates": 3}}, "advantage": {"baseline": "history"}}
+    "train": {"updates_per_step": 2, "ema": {"every_updates": 1}}, "advantage": {"baseline": "history"}}
 STEPS = 2
 
 
