@@ -164,13 +164,13 @@ class Controller:
         norms = self.publish(plan.version + 1)
         row = {"step": plan.step + 1, **_merge(updates), **step_row(plan, board.complete, advantages), **norms}
         row |= self._speed(row, time.perf_counter() - started) | {"time_sync": time.perf_counter() - learned}
-        row["dropped_groups"] = board.dropped_groups
+        row |= {"dropped_groups": board.dropped_groups, "trajectory_bytes": board.trajectory_bytes}
         self.recorder.samples(plan.step + 1, plan, board.complete, advantages)
         return row
 
     def _feed(self, board: StepBoard, updates: list[Row]) -> bool:
         """Give the learner what is ready, in plan order; True when the whole step has been issued."""
-        if self.colocated and self.rollouts.queued:
+        if self.colocated and self.rollouts.queued("sample"):
             return False  # one process does both: sampling goes first, so that scoring overlaps with it
         while not board.issued:
             for micro in board.ready_micro_steps():
@@ -192,7 +192,9 @@ class Controller:
             self._learner_events[ref] = self._learned
 
     def _learned(self, timing: Row | None) -> None:
-        self._learner_seconds += timing["seconds"] if timing else 0.0
+        if timing:
+            self._learner_seconds += timing["seconds"]
+            self.sampling.peak["learner"] = max(self.sampling.peak["learner"], timing["peak_memory"])
 
     def _drive(self, what: str, done: Callable[[], bool]) -> None:
         """Handle events until `done()`; every call in flight has a deadline, and what is waited for is logged."""
@@ -273,7 +275,7 @@ class Controller:
         order = (group.step, group.group, shard.shard)
 
         def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
-            board.sampled(shard, trajectory)
+            board.sampled(shard, trajectory, meta.trajectory_bytes)
             self.scoring.submit(what, order, images, [group.record] * len(shard.samples),
                                 lambda scores: board.scored(shard, scores))
 
@@ -287,24 +289,26 @@ class Controller:
         started, row = time.perf_counter(), {}
         self._need_negatives({text for shard in plan_evaluation(self.config, self.inputs.eval)
                               if (text := evaluation_negative(self.config, shard)) is not None})
-        for weights in ("policy", "ema") if self.config.train.ema.enabled else ("policy",):
-            if weights == "ema":
-                self.published["ema"] = self._ema
-                self.rollouts.prepare_again(lambda handle: self._load(handle, "ema"))
-                self._drive("weight sync of the EMA", lambda: self.rollouts.all_ready)
-            evaluation = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling,
-                                          self.scoring)
-            self._drive(f"evaluation of {weights} at step {step}", lambda: evaluation.finished)  # noqa: B023
-            row |= evaluation.row()
-            prompts = [self.inputs.eval[p].prompt for s in evaluation.shards
-                       for p, _ in s.items[: len(s.items) - s.padding]]
-            self.recorder.grid(weights, step, [evaluation.pngs[i] for i in sorted(evaluation.pngs)],
-                               prompts[: len(evaluation.pngs)])
+        row |= self._evaluate("policy", step)
+        if self.config.train.ema.enabled and self._ema.digest == self.published["policy"].digest:
+            row |= {key.replace("/policy", "/ema", 1): value for key, value in row.items()}  # same weights, same images
+        elif self.config.train.ema.enabled:
+            self.published["ema"] = self._ema
+            self.rollouts.prepare_again(lambda handle: self._load(handle, "ema"))
+            self._drive("weight sync of the EMA", lambda: self.rollouts.all_ready)
+            row |= self._evaluate("ema", step)
         return row | {"time_eval": time.perf_counter() - started}
+
+    def _evaluate(self, weights: str, step: int) -> Row:
+        run = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling, self.scoring)
+        self._drive(f"evaluation of {weights} at step {step}", lambda: run.finished)
+        prompts = [self.inputs.eval[p].prompt for s in run.shards for p, _ in s.items[: len(s.items) - s.padding]]
+        self.recorder.grid(weights, step, [run.pngs[i] for i in sorted(run.pngs)], prompts[: len(run.pngs)])
+        return run.row()
 
     def _reset_clocks(self) -> None:
         self._learner_seconds = 0.0
-        for counter in (self.sampling.seconds, self.sampling.calls, self.scoring.seconds):
+        for counter in (self.sampling.seconds, self.sampling.calls, self.sampling.peak, self.scoring.seconds, self.scoring.calls):
             counter.clear()
 
     def _speed(self, row: Row, seconds: float) -> Row:
@@ -319,9 +323,12 @@ class Controller:
             "busy_share/reward": self.scoring.seconds.total() / (reward_actors * seconds),
             "busy_share/learner": self._learner_seconds / (self.learners.world_size * seconds),
             "time_sample_call": self.sampling.seconds["sample"] / max(1, self.sampling.calls["sample"]),
+            "time_reward_call": self.scoring.seconds.total() / max(1, self.scoring.calls.total()),
             "time_encode": self.sampling.seconds["encode"],
             "time_learn": self._learner_seconds / self.learners.world_size,
         }
+        speed |= {f"pool_actors/{pool.name}": len(pool.members) for pool in self.pools}
+        speed |= {f"peak_memory/{role}": value for role, value in self.sampling.peak.items() if value}
         return speed | ({"images_per_gpu_s": images / seconds / gpus} if gpus else {})
 
     def _record(self, row: Row) -> None:

@@ -111,9 +111,9 @@ class ActorPool:
         """Nothing queued and nothing running."""
         return not self._queue and not any(member.running for member in self.members)
 
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
+    def queued(self, method: str) -> bool:
+        """Whether calls of a method wait for an actor."""
+        return any(task.method == method for task in self._queue)
 
     def activity(self) -> list[str]:
         """What each actor is doing, for the live view."""

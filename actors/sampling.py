@@ -10,7 +10,7 @@ import ray
 
 from actors.pool import ActorPool, Task
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import FlowGrpoError, SyncError
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
 
@@ -29,6 +29,7 @@ class Sampling:
         self._negatives: dict[str, ray.ObjectRef] = {}
         self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()  # largest accelerator bytes by role
 
     def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None], attempt: int = 1) -> None:
         """Encode one prompt; `on_ref` gets the ref of its conditioning."""
@@ -63,6 +64,7 @@ class Sampling:
         def done(meta: SampleMeta, rest: list[ray.ObjectRef]) -> None:
             self.seconds["sample"] += meta.seconds
             self.calls["sample"] += 1
+            self.peak["rollout"] = max(self.peak["rollout"], meta.peak_memory)
             on_sample(meta, *rest)
 
         def failed(error: Exception) -> None:
@@ -74,8 +76,8 @@ class Sampling:
 
     @staticmethod
     def _check_attempts(what: str, attempt: int, error: Exception) -> None:
-        if isinstance(error, SyncError):
-            raise error
+        if isinstance(error, SyncError | ConfigError):
+            raise error  # trying again cannot help
         if attempt >= MAX_ATTEMPTS:
             raise FlowGrpoError(f"{what} failed {attempt} times: {type(error).__name__}: {error}") from error
         log.warning("%s failed (%s: %s); it is submitted again", what, type(error).__name__, error)

@@ -49,6 +49,7 @@ class Scoring:
         self._config, self._pools = config, pools
         self.counts: Counter[str] = Counter()  # retries and failures, by reward: "failures/ocr"
         self.seconds: Counter[str] = Counter()  # busy seconds by reward
+        self.calls: Counter[str] = Counter()
 
     def submit(
         self, what: str, order: tuple, images: ray.ObjectRef, records: Sequence[PromptRecord],
@@ -72,6 +73,7 @@ class Scoring:
 
     def _answered(self, shard: _Shard, reward: str, only: int | None, answer: dict[str, Any]) -> None:
         self.seconds[reward] += answer["seconds"]
+        self.calls[reward] += 1
         rows = slice(None) if only is None else slice(only, only + 1)
         for key, values in answer["scores"].items():
             shard.result.scores.setdefault(key, np.full(len(shard.prompts), np.nan))[rows] = values

@@ -45,6 +45,7 @@ class StepBoard:
         self._shards_left = sum(len(group.shards) for group in plan.groups)
         self.complete: dict[int, GroupScores] = {}
         self.dropped_groups = 0
+        self.trajectory_bytes = 0
 
     def encoded(self, group: int, conditioning: ray.ObjectRef) -> None:
         self._groups[group].conditioning = conditioning
@@ -52,9 +53,10 @@ class StepBoard:
     def conditioning(self, group: int) -> ray.ObjectRef:
         return self._groups[group].conditioning
 
-    def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef) -> None:
+    def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
         self._groups[shard.group].trajectories[shard.shard] = trajectory
         self._shards_left -= 1
+        self.trajectory_bytes += trajectory_bytes
 
     @property
     def all_sampled(self) -> bool:

@@ -81,8 +81,6 @@ METRICS: tuple[Metric, ...] = (
     _g("first_update_log_ratio_max", "1", "Largest |log ratio| before the first update; 0 = the sampler's own policy"),
     _g("grad_norm", "1", "Gradient norm before clipping, mean over updates"),
     _g("grad_rms_over_adam_eps", "1", "Root mean square of the gradient over AdamW's eps; near 1 eps shrinks the step"),
-    _g("update_skipped", "1", "Share of the step's updates that were skipped, for whatever reason"),
-    _g("update_non_finite", "1", "Share of the step's updates whose gradient was not finite"),
     _g("adapter_delta_norm", "1", "Norm of the change that the step made to the adapter"),
     _g("adapter_norm", "1", "Norm of the adapter"),
     _g("learning_rate", "1", "AdamW learning rate"),
@@ -91,7 +89,6 @@ METRICS: tuple[Metric, ...] = (
     _c("updates", "updates", "Optimizer updates made"),
     _c("skipped_updates", "updates", "Updates skipped because the gradient was not finite"),
     _c("idle_updates", "updates", "Updates skipped because no sample had an advantage and beta is 0"),
-    _c("recomputed_steps", "steps", "Steps whose old log-probs the learner computed itself after a ratio mismatch"),
     # evaluation
     _g("eval", "score", "Mean score over the evaluation images", "weights", "reward"),
     _g("eval_std", "score", "Standard deviation over the evaluation images", "weights", "reward"),
@@ -114,17 +111,13 @@ METRICS: tuple[Metric, ...] = (
     _g("adapter_bytes", "bytes", "Bytes of one weight sync to one actor"),
     *(_g(f"time_{phase}", "s", text, machine=True) for phase, text in {
         "total": "Wall time since the start of the run, stops left out",
-        "step": "Wall time of the step, evaluation and checkpoint included",
-        "rollout": "From the first sampling task to the last sampled shard",
+        "step": "Wall time of the step, an evaluation after it included, the checkpoint not",
         "sample_call": "Mean wall time of one sampling call",
-        "reward": "From the first scoring call to the last score",
         "reward_call": "Mean wall time of one scoring call",
         "learn": "Learner: forward, backward and updates",
-        "wait_learner": "Learner ready, but no scored group there yet",
         "encode": "Text encoding",
         "sync": "Publishing the adapter to all actors, with its proof",
         "eval": "Evaluation",
-        "checkpoint": "Writing and committing a checkpoint",
     }.items()),
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}

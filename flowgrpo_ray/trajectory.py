@@ -84,6 +84,8 @@ class SampleMeta:
     digest: str
     seconds: float  # wall time of the call
     cpu_seconds: float  # CPU time of the call
+    trajectory_bytes: int = 0
+    peak_memory: int = 0  # accelerator bytes
     pngs: tuple[bytes, ...] = ()
 
 

@@ -104,7 +104,8 @@ class Learner:
             for j in range(group.window[1]):
                 loss = self._loss(batch, j, advantages, valid, work)
                 loss.backward()
-        return {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+        return {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds,
+                "peak_memory": devices.peak_memory_bytes(self.policy.device)}
 
     @torch.no_grad()
     def recompute(
@@ -256,7 +257,7 @@ class Learner:
         adapter, ema = self.adapter(), self.ema_adapter()
         before, before_ema = self._exported, self._exported_ema
         self._exported, self._exported_ema, self._exported_digest = adapter, ema, lora.digest(adapter)
-        norms = {"adapter_norm": _norm(adapter),
+        norms = {"adapter_norm": _norm(adapter), "adapter_bytes": sum(a.nbytes for a in adapter.values()),
                  "adapter_delta_norm": _norm({k: adapter[k] - before[k] for k in adapter}) if before else 0.0}
         info = ExportInfo(
             version, self._exported_digest, lora.digest(ema), tensors=len(adapter),

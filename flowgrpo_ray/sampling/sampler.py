@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.device import Stopwatch
+from flowgrpo_ray.device import Stopwatch, peak_memory_bytes
 from flowgrpo_ray.plan import noise_seed
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
@@ -97,7 +97,9 @@ class Sampler:
             x, trajectory = self.denoise(request, digest, negative, *conditionings)
             images = self.policy.decode(x, request.height, request.width)
         pngs = tuple(encode_png(images[i]) for i in request.png)
-        return SampleMeta(request.version, digest, watch.seconds, watch.cpu_seconds, pngs), images, trajectory
+        meta = SampleMeta(request.version, digest, watch.seconds, watch.cpu_seconds, trajectory.nbytes,
+                          peak_memory_bytes(self.policy.device), pngs)
+        return meta, images, trajectory
 
     @torch.no_grad()
     def denoise(

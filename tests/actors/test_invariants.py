@@ -11,7 +11,7 @@ import ray
 from reference import train_reference
 from runs import Watcher, assert_same_bits, run, small_config
 
-from flowgrpo_ray.metrics import deterministic
+from flowgrpo_ray.metrics import METRICS, deterministic
 from flowgrpo_ray.preflight import check
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -127,3 +127,10 @@ def test_nothing_stays_behind(ray_cluster):
     while ray.available_resources().get("CPU", 0) < 16 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert ray.available_resources()["CPU"] == 16
+
+
+def test_every_metric_of_the_table_is_recorded(folder):
+    """What the table of metrics promises is in the rows of a run (on CPU: but for what speaks of GPUs)."""
+    finished = run(small_config(folder, "metrics", steps=1, overrides={"eval.at_end": True}))
+    recorded = {key.split("/")[0] for row in finished.rows for key in row}
+    assert {metric.name for metric in METRICS} - recorded == {"images_per_gpu_s", "peak_memory"}

@@ -1,0 +1,162 @@
+"""The benchmarks run, and report what they say they report. How fast anything is, is not tested."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
+
+from benchmarks import baseline, gpu_check, learner, measure, sampler, whole_step  # noqa: E402
+
+from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
+
+SMALL = ["rewards={jpeg_compressibility: {}}", "sampling.num_steps=4", "sampling.group_size=2", "sampling.groups_per_step=2",
+         "sampling.micro_batch=2", "sampling.window={size: 2, range: [0, 3]}", "lora.rank=4", "lora.alpha=8"]
+
+
+def all_finite(tree: Any) -> bool:
+    """Every number of a result."""
+    if isinstance(tree, dict):
+        return all(all_finite(value) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return all(all_finite(value) for value in tree)
+    return not isinstance(tree, float) or math.isfinite(tree)
+
+
+def report(main, capsys, *argv: str, code: int = 0) -> dict[str, Any]:
+    """What `main --json` prints; the table is printed too, from the same numbers."""
+    assert main([*argv, "--json"]) == code, capsys.readouterr().err
+    result = json.loads(capsys.readouterr().out)
+    assert all_finite(result) and result["machine"]["cores"] >= 1
+    return result
+
+
+def test_spread_and_ratio():
+    assert measure.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.5, "high": 2.5, "n": 3}
+    assert measure.spread([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0, "n": 1}
+    ratio = measure.speed_ratio([2.0, 4.0, 6.0], [1.0, 4.0, 2.0])
+    assert ratio == {"median": 2.0, "low": 1.5, "high": 2.5, "n": 3}
+
+
+def test_sides_take_turns_and_change_places():
+    calls: list[str] = []
+    sides = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = measure.take_turns(sides, 2, torch.device("cpu"), between=lambda: calls.append("-"))
+    assert "".join(calls) == "-b-a" + "-a-b" + "-b-a"
+    assert {name: len(timings) for name, timings in found.items()} == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize("argv", [["no.yaml"], ["a.yaml", "b.yaml"], ["sampling.nope=1"]])
+def test_a_wrong_command_line_is_explained(argv, capsys):
+    assert sampler.main(argv) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_sampler(capsys):
+    result = report(sampler.main, capsys, *SMALL, "--repeats", "2", "--batch", "3")
+    assert [case["guidance"] for case in result["cases"]] == [1.0, 3.0]
+    assert [case["cfg"] for case in result["cases"]] == [False, True]
+    for case in result["cases"]:
+        assert case["batch"] == 3 and case["steps"] == 4
+        assert case["images_per_s"].keys() == case["seconds"].keys() == {"ours", "stock", "ours_sde"}
+        assert case["largest_difference"] <= 0.5 / 255 + 1e-5  # our images are rounded to bytes, the stock's are not
+    sampler.show(result)
+    assert "guidance 3 (CFG)" in capsys.readouterr().out
+
+
+def test_sampler_of_flux(capsys, tmp_path):
+    folder = tiny_pipelines.build("flux_dev", tmp_path / "flux")
+    result = report(sampler.main, capsys, *SMALL, f"model.path={folder}", "--repeats", "1", "--guidance", "3.5")
+    (case,) = result["cases"]
+    assert not case["cfg"] and case["largest_difference"] <= 0.5 / 255 + 1e-5
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_learner(capsys, guidance):
+    result = report(learner.main, capsys, *SMALL, f"sampling.guidance_scale={guidance}", "--repeats", "1")
+    assert (result["updates"], result["shards"], result["samples"], result["window"]) == (2, 2, 4, 2)
+    assert result["distance_of_results"] <= 1e-3  # both sides did the same work
+    learner.show(result)
+    assert "ratio (target 0.95)" in capsys.readouterr().out
+
+
+def test_the_bare_loop_says_what_it_cannot_do(capsys):
+    assert learner.main([*SMALL, "loss.beta=0.1", "sampling.kernel=cps"]) == 2
+    error = capsys.readouterr().err
+    assert "loss.beta is 0.1" in error and "sampling.kernel is 'cps'" in error
+
+
+def test_baseline(capsys):
+    result = report(baseline.main, capsys, *SMALL, "--steps", "2", "--warmup", "1")
+    assert tuple(result["phases"]) == baseline.PHASES and result["images"] == 4
+    total = sum(result["phases"][name]["cpu"]["median"] for name in baseline.PURE)
+    assert result["pure_core_seconds"] == pytest.approx(total)
+    baseline.show(result)
+    assert "images/s" in capsys.readouterr().out
+
+
+def test_whole_step(ray_cluster, capsys):
+    variant = "pools.placement=colocated"
+    small = [*SMALL, *(f"pools.{pool}={{num_cpus: 0.1}}" for pool in ("rollout", "learner"))]
+    result = report(whole_step.main, capsys, *small, "--variant", variant, "--steps", "2", "--warmup", "1",
+                    "--baseline-steps", "1")
+    assert [v["variant"] for v in result["variants"]] == ["as configured", variant]
+    for v in result["variants"]:
+        assert v["step_seconds"]["n"] == v["driver_cpu_seconds"]["n"] == 2 and v["images"] == 4
+        assert v["busy_share"] == pytest.approx(
+            v["pure_core_seconds"] / (result["machine"]["cores"] * v["step_seconds"]["median"]))
+        assert v["speed_up"] == pytest.approx(v["baseline"]["step_seconds"]["median"] / v["step_seconds"]["median"])
+    roles = [set(v["cpu_seconds_by_process"]) for v in result["variants"]]
+    assert {"RolloutActor", "LearnerActor"} <= roles[0] and {"ColocatedActor"} <= roles[1]
+    whole_step.show(result)
+    assert "plain loop s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", gpu_check.MODELS)
+def test_gpu_check_small(model, capsys):
+    result = report(gpu_check.main, capsys, "--model", model, "--device", "cpu", "--small")
+    assert list(result["stages"]) == ["build", "attach LoRA", "write and read back", "sample", "update", "export", "sync",
+                                      "adapter file"]
+    assert result["stages"]["sample"]["images_per_s"] > 0 and len(result["checks"]) == 6
+    assert len(result["log_ratio_by_window_step"]) == result["window"]
+    assert all(row["samples"] == result["images"] for row in result["log_ratio_by_window_step"])
+    gpu_check.show(result)
+    assert "FAILED" not in capsys.readouterr().out
+
+
+
+
+def test_gpu_check_fails_where_the_policies_differ(capsys, monkeypatch):
+    """The learner's model is given other times than the sampler's."""
+    from flowgrpo_ray.policies.sd3 import SD3Policy
+
+    exact = SD3Policy.model_time
+    monkeypatch.setattr(SD3Policy, "model_time", lambda self, sigma, batch: exact(
+        self, sigma, batch) + (5.0 if torch.is_grad_enabled() else 0.0))
+    result = report(gpu_check.main, capsys, "--model", "sd35-medium", "--device", "cpu", "--small", code=1)
+    assert [check["name"] for check in result["checks"] if not check["ok"]] == ["the on-policy ratio is 1"]
+    gpu_check.show(result)
+    assert "FAILED  the on-policy ratio is 1" in capsys.readouterr().out
+
+
+def test_out_of_memory_is_explained():
+    stages = gpu_check.Stages(torch.device("cpu"))
+    with pytest.raises(FlowGrpoError, match="stage 'sample'.*lower --micro-batch.*Tried to allocate"), \
+            stages.stage("sample", "lower --micro-batch."):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_two_ranks(capsys):
+    result = report(gpu_check.main, capsys, "--model", "sd35-medium", "--device", "cpu", "--small", "--ranks", "2",
+                    "--dtype", "float32")
+    assert list(result["cases"]) == ["none", "full"] and len(result["checks"]) == 2
+    assert all(0 < rank["largest"] <= 1e-5 for ranks in result["cases"].values() for rank in ranks)
