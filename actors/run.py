@@ -46,7 +46,7 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
         try:
             ray.init(address=address, **common)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ResourceError(f"cannot connect to Ray at {address} (from --address or RAY_ADDRESS): {error}") from error
+            raise ResourceError(f"cannot connect to Ray at {address} (--address or RAY_ADDRESS): {error}") from error
     else:
         need = asked(config)
         ray.init(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)

@@ -6,12 +6,15 @@
     python -m benchmarks.baseline      the same steps in one plain loop in one process, phase by phase
     python -m benchmarks.gpu_check     models at their real size with random weights, without Ray and without a download
 
-All take a configuration file (default: the demo's) and `section.key=value` overrides, and print JSON with `--json`.
+All but the last take a configuration file (default: the demo's); all take `section.key=value` overrides, and print JSON
+with `--json`.
 Two sides that are compared take turns in one process, so that a busy machine slows both alike.
 """
 
 import os
 
-for _key, _value in {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
-                     "HF_HUB_DISABLE_PROGRESS_BARS": "1"}.items():
-    os.environ.setdefault(_key, _value)  # before those libraries are imported; their notes would get between the tables
+for _key, _value in {
+    "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}.items():
+    os.environ.setdefault(_key, _value)  # before those libraries are imported; their notes would get into the tables

@@ -2,8 +2,9 @@
 
     python -m benchmarks.baseline [CONFIG] [KEY=VALUE ...] [--steps 5] [--warmup 1] [--json]
 
-Encode, denoise, decode, score, train and publish follow one another, at the shapes that the plan gives to the actors. The
-CPU seconds of a phase are what its work costs when nothing else runs: `benchmarks.whole_step` measures actors by them.
+Encode, denoise, decode, score, train and publish follow one another, at the shapes that the plan gives to the actors.
+The CPU seconds of a phase are what its work costs when nothing else runs: `benchmarks.whole_step` measures actors by
+them.
 """
 
 from __future__ import annotations

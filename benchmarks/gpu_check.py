@@ -3,13 +3,13 @@
     python -m benchmarks.gpu_check --model sd35-medium|flux-dev|tiny [--device cuda|cpu] [--dtype bfloat16] [--size 512]
                                    [--micro-batch M] [--small] [--ranks 2] [--json] [KEY=VALUE ...]
 
-The settings are those of the model's configuration in configs/, with the batch cut down to two groups of two shards. In
-order: build the model on the device; attach LoRA; write an adapter and read its digest back; sample and decode; one update
-with the window's |log ratio| against the `auto` tolerance; export, and the digest after a sync; the adapter as a file.
-Each stage gives its seconds and its peak GPU memory. Exit code 1: a check failed. 2: it could not run.
+The settings are those of the model's configuration in configs/, with the batch cut down to two groups of two shards.
+In order: build the model on the device; attach LoRA; write an adapter and read its digest back; sample and decode; one
+update with the window's |log ratio| against the `auto` tolerance; export, and the digest after a sync; the adapter as a
+file. Each stage gives its seconds and its peak GPU memory. Exit code 1: a check failed. 2: it could not run.
 
-`--ranks N` checks instead that N ranks (one GPU each; with `--device cpu` processes over gloo) give the gradients of one,
-for `train.sharding` none and full.
+`--ranks N` checks instead that N ranks (one GPU each; with `--device cpu` processes over gloo) give the gradients of
+one, for `train.sharding` none and full.
 """
 
 from __future__ import annotations
@@ -158,9 +158,12 @@ class Stages:
             self._watch.__exit__()
         except torch.OutOfMemoryError as error:
             raise FlowGrpoError(
-                f"out of GPU memory in stage {name!r}, at a peak of {devices.peak_memory_bytes(self.device) / GIB:.1f} GiB. "
-                f"{hint} ({str(error).splitlines()[0]})") from None
-        self.done[name] = {"seconds": self._watch.seconds, "peak_gib": devices.peak_memory_bytes(self.device) / GIB}
+                f"out of GPU memory in stage {name!r}, at a peak of {self._peak_gib():.1f} GiB. {hint} "
+                f"({str(error).splitlines()[0]})") from None
+        self.done[name] = {"seconds": self._watch.seconds, "peak_gib": self._peak_gib()}
+
+    def _peak_gib(self) -> float:
+        return devices.peak_memory_bytes(self.device) / GIB
 
     def start_again(self) -> None:
         """The stage's clock and peak start here."""
@@ -209,9 +212,10 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     weights = weight_bytes(policy)
     if device.type == "cuda":
         peak = stages.done["build"]["peak_gib"] * GIB
-        check("the weights exist once", peak <= 1.05 * weights + GIB, f"peak {peak / GIB:.2f} GiB, weights {weights / GIB:.2f}")
+        check("the weights exist once", peak <= 1.05 * weights + GIB,
+              f"peak {peak / GIB:.2f} GiB, weights {weights / GIB:.2f}")
     with stages.stage("attach LoRA", "Take a smaller lora.rank."):
-        lora.attach(policy, config.lora, config.train.seed)
+        settings = lora.attach(policy, config.lora, config.train.seed)
         count = sum(p.numel() for p in lora.parameters(policy).values())
     with stages.stage("write and read back", "Take a smaller lora.rank."):
         adapter = perturbed(lora.read_state(policy))
@@ -225,17 +229,21 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     with stages.stage("sample", f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch.") as watch:
         work, pictures = sample(policy, config, plan, small, watch)
     stages.done["sample"]["images_per_s"] = images / stages.done["sample"]["seconds"]
-    finite = all(np.isfinite(part.log_probs).all() and np.isfinite(part.latents).all() for w in work.values() for part in w[2])
-    check("samples are finite, and the images no blanks", finite and pictures.std() > 0, f"standard deviation {pictures.std():.1f}")
+    finite = all(np.isfinite(part.log_probs).all() and np.isfinite(part.latents).all()
+                 for _, _, parts in work.values() for part in parts)
+    check("samples are finite, and the images no blanks", finite and pictures.std() > 0,
+          f"standard deviation {pictures.std():.1f}")
 
-    hint = f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch, or add train.activation_checkpointing=true."
+    hint = (f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch, or add "
+            "train.activation_checkpointing=true.")
     with stages.stage("update", hint) as watch:
         learner = RecordingLearner(policy, config, run_id=RUN_ID)
         learner.export(0)
         metrics, ratios = run_update(learner, plan, work, config, watch)
     stages.done["update"]["samples_per_s"] = images / stages.done["update"]["seconds"]
     largest, limit = metrics["first_update_log_ratio_max"], tolerance(config, device)
-    check("the on-policy ratio is 1", largest <= limit, f"largest |log ratio| {largest:.3g}, auto tolerance {limit:.3g}")
+    check("the on-policy ratio is 1", largest <= limit,
+          f"largest |log ratio| {largest:.3g}, auto tolerance {limit:.3g}")
     check("the update is finite and not empty", math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0,
           f"gradient norm {metrics['grad_norm']:.3g}, {metrics['grad_rms_over_adam_eps']:.3g} x AdamW's eps")
 
@@ -247,8 +255,6 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     check("a sync is proven", (reply.digest, reply.bound) == (info.digest, info.tensors) and info.changed > 0,
           f"digest {reply.digest[:12]} of {info.digest[:12]}, {info.changed} of {info.tensors} tensors changed")
     with stages.stage("adapter file", ""), tempfile.TemporaryDirectory() as folder:
-        settings = lora.LoraSettings(config.lora.rank or policy.default_rank, float(config.lora.alpha or 2 * policy.default_rank),
-                                     policy.default_targets)
         lora.save_adapter(folder, exported, settings, policy)
         loaded, read = lora.load_adapter(folder)
     check("the adapter's file gives it back", lora.digest(loaded) == info.digest
@@ -256,7 +262,8 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     return {
         "weights_gib": weights / GIB, "lora_parameters": count, "micro_batch": m, "height": edge[0], "width": edge[1],
         "images": images, "window": config.window_size, "guidance": config.sampling.guidance_scale,
-        "dtype": config.model.dtype, "activation_checkpointing": config.train.activation_checkpointing, "beta": config.loss.beta,
+        "dtype": config.model.dtype, "activation_checkpointing": config.train.activation_checkpointing,
+        "beta": config.loss.beta,
         "stages": stages.done, "log_ratio_by_window_step": ratios, "tolerance": limit, "checks": checks,
     }
 
@@ -288,16 +295,17 @@ def show(result: Mapping[str, Any]) -> None:
     print_machine(result["machine"])
     if result["ranks"] == 1:
         print(f"{result['model']}{' (small)' if result['small'] else ''} in {result['dtype']}: weights "
-              f"{result['weights_gib']:.2f} GiB, LoRA {result['lora_parameters']:,} parameters; {result['images']} images "
-              f"of {result['height']} x {result['width']} px in shards of {result['micro_batch']}, window {result['window']}, "
-              f"guidance {result['guidance']:g}, KL weight {result['beta']:g}, activation checkpointing "
-              f"{'on' if result['activation_checkpointing'] else 'off'}")
+              f"{result['weights_gib']:.2f} GiB, LoRA {result['lora_parameters']:,} parameters; {result['images']} "
+              f"images of {result['height']} x {result['width']} px in shards of {result['micro_batch']}, window "
+              f"{result['window']}, guidance {result['guidance']:g}, KL weight {result['beta']:g}, activation "
+              f"checkpointing {'on' if result['activation_checkpointing'] else 'off'}")
         rows = [[name, f"{s['seconds']:.2f}", f"{s['peak_gib']:.2f}",
                  next((f"{value:.2f} {key}" for key, value in s.items() if key.endswith("_per_s")), "")]
                 for name, s in result["stages"].items()]
         print_table(["stage", "seconds", "peak GiB", ""], rows)
         print_table(["|log ratio| at window step", *QUANTILES],
-                    [[str(j), *(f"{row[q]:.2e}" for q in QUANTILES)] for j, row in enumerate(result["log_ratio_by_window_step"])])
+                    [[str(j), *(f"{row[q]:.2e}" for q in QUANTILES)]
+                     for j, row in enumerate(result["log_ratio_by_window_step"])])
     for check in result["checks"]:
         print(f"{'ok    ' if check['ok'] else 'FAILED'}  {check['name']}: {check['found']}")
 

@@ -19,10 +19,12 @@ from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.trajectory import Arrays, to_wire
 
 _VAE: dict[str, Any] = dict(
-    in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-    block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=16, norm_num_groups=32, sample_size=1024,
-    use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=True)
-_SMALL_VAE: dict[str, Any] = dict(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64)
+    in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4, block_out_channels=(128, 256, 512, 512), layers_per_block=2,
+    latent_channels=16, norm_num_groups=32, sample_size=1024, use_quant_conv=False, use_post_quant_conv=False,
+    mid_block_add_attention=True)
+_SMALL_VAE: dict[str, Any] = dict(
+    block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ SPECS: dict[str, Spec] = {
         scheduler=dict(num_train_timesteps=1000, shift=3.0),
         tokens=77 + 256,  # CLIP, then T5
         small_transformer=dict(
-            num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, caption_projection_dim=32,
-            pooled_projection_dim=32, sample_size=16, pos_embed_max_size=24, dual_attention_layers=(0,)),
+            num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64,
+            caption_projection_dim=32, pooled_projection_dim=32, sample_size=16, pos_embed_max_size=24,
+            dual_attention_layers=(0,)),
     ),
     "flux-dev": Spec(
         family="flux", config_file="flux_fast_ocr.yaml",
@@ -77,10 +80,12 @@ def spec_of(name: str) -> Spec:
     return SPECS[name]
 
 
-def make(cls: type, config: dict[str, Any], device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
+def make(
+    cls: type, config: dict[str, Any], device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> nn.Module:
     """A diffusers model with random weights, created in `dtype` on `device`.
 
-    Matrices and kernels are N(0, 1 / fan-in), gains 1, biases 0, so that activations keep their size through all layers.
+    Matrices and kernels are N(0, 1 / fan-in), gains 1, biases 0: activations keep their size through all layers.
     """
     from accelerate import init_empty_weights
 
@@ -119,8 +124,9 @@ def build_policy(name: str, *, device: torch.device, dtype: torch.dtype, small: 
     pipeline = policy_class.pipeline_class(
         transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**spec.scheduler),
         **dict.fromkeys(names))
-    return policy_class(pipeline, device=device, dtype=dtype, vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1),
-                        max_sequence_length=policy_class.default_sequence_length)
+    return policy_class(
+        pipeline, device=device, dtype=dtype, vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1),
+        max_sequence_length=policy_class.default_sequence_length)
 
 
 def random_conditioning(policy: Policy, seed: int, *, small: bool = False) -> Arrays:
@@ -141,4 +147,5 @@ def weight_bytes(policy: Policy) -> int:
 def perturbed(arrays: Arrays, seed: int = 0) -> Arrays:
     """An adapter that does something: every weight with a little noise (B is 0 at first)."""
     rng = np.random.default_rng(seed)
-    return {key: value + rng.standard_normal(value.shape, dtype=np.float32) * np.float32(0.01) for key, value in arrays.items()}
+    return {key: value + rng.standard_normal(value.shape, dtype=np.float32) * np.float32(0.01)
+            for key, value in arrays.items()}

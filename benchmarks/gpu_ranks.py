@@ -1,7 +1,7 @@
 """Gradients of several learner ranks against one, for every sharding; a part of `benchmarks.gpu_check --ranks N`.
 
-The parent samples and takes the gradients of one rank; then N processes, each with a device of its own, work through the
-same shards. Three shards for two ranks: one rank fills up with a shard of weight 0.
+The parent samples and takes the gradients of one rank; then N processes, each with a device of its own, work through
+the same shards. Three shards for two ranks: one rank fills up with a shard of weight 0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.baseline import RUN_ID
+from benchmarks.gpu_check import GIB, RECORDS, Work, build, items, sample
+from benchmarks.gpu_models import perturbed
+from benchmarks.learner import random_scores
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.learning import parallel
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import plan_step
+from flowgrpo_ray.plan import StepPlan, plan_step
 from flowgrpo_ray.policies import lora
+from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.trajectory import Arrays
 
 SHARDINGS = ("none", "full")
@@ -33,11 +38,10 @@ SHARDINGS = ("none", "full")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 5e-3}
 
 
-def gradients(learner: Learner, plan: Any, work: Any, rank: int = 0, world_size: int = 1) -> tuple[Arrays, dict[str, float]]:
+def gradients(
+    learner: Learner, plan: StepPlan, work: Work, rank: int = 0, world_size: int = 1
+) -> tuple[Arrays, dict[str, float]]:
     """Gradients of one update, whole and as the optimizer gets them, and the update's metrics."""
-    from benchmarks.gpu_check import items
-    from benchmarks.learner import random_scores
-
     found: Arrays = {}
 
     def keep(*_: Any) -> None:
@@ -54,16 +58,12 @@ def gradients(learner: Learner, plan: Any, work: Any, rank: int = 0, world_size:
     return found, metrics
 
 
-def prepare(model: str, config: Config, device: torch.device, small: bool) -> tuple[Any, Arrays]:
-    """The policy with an adapter that does something, and that adapter."""
-    from benchmarks.gpu_check import build
-    from benchmarks.gpu_models import perturbed
-
+def prepare(model: str, config: Config, device: torch.device, small: bool) -> Policy:
+    """The policy with an adapter that does something."""
     policy = build(model, config, device, small)
     lora.attach(policy, config.lora, config.train.seed)
-    adapter = perturbed(lora.read_state(policy))
-    lora.write_state(policy, adapter)
-    return policy, adapter
+    lora.write_state(policy, perturbed(lora.read_state(policy)))
+    return policy
 
 
 def with_sharding(config: Config, sharding: str) -> Config:
@@ -76,12 +76,9 @@ def with_sharding(config: Config, sharding: str) -> Config:
 
 def compare(model: str, config: Config, device: torch.device, *, small: bool, world_size: int) -> dict[str, Any]:
     """Relative differences of the gradients by sharding, and the checks."""
-    from benchmarks.baseline import RUN_ID
-    from benchmarks.gpu_check import RECORDS, sample
-
     plan = plan_step(config, RECORDS, 0)
     with tempfile.TemporaryDirectory(prefix="flowgrpo-ranks-") as folder:
-        policy, _ = prepare(model, config, device, small)
+        policy = prepare(model, config, device, small)
         work, _ = sample(policy, config, plan, small)
         learner = Learner(policy, with_sharding(config, "none"), run_id=RUN_ID)
         single, metrics = gradients(learner, plan, work)
@@ -110,20 +107,19 @@ def compare(model: str, config: Config, device: torch.device, *, small: bool, wo
     return {"world_size": world_size, "cases": cases, "checks": checks}
 
 
-def _rank(rank: int, model: str, tree: dict, kind: str, small: bool, world_size: int, work: Any, folder: str) -> None:
+def _rank(
+    rank: int, model: str, tree: dict[str, Any], kind: str, small: bool, world_size: int, work: Work, folder: str
+) -> None:
     """What one rank does."""
-    from benchmarks.baseline import RUN_ID
-    from benchmarks.gpu_check import GIB, RECORDS
-
     config = from_tree(tree)
     if kind == "cuda":  # as in an actor: a rank sees its own GPU alone (CUDA is not initialised in this process yet)
-        visible = [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d] or [str(i) for i in range(world_size)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if visible else str(rank)
     device = devices.configure_process(on_gpu=kind == "cuda", cpu_threads=config.model.cpu_threads)
     parallel.join(rank, world_size, f"file://{folder}/meeting", device, timeout_s=300)
     plan, single = plan_step(config, RECORDS, 0), load_file(Path(folder, "single.safetensors"))
     for name in SHARDINGS:
-        policy, _ = prepare(model, config, device, small)
+        policy = prepare(model, config, device, small)
         learner = Learner(policy, with_sharding(config, name), run_id=RUN_ID, rank=rank, world_size=world_size)
         if kind == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +128,8 @@ def _rank(rank: int, model: str, tree: dict, kind: str, small: bool, world_size:
         seconds = time.perf_counter() - started
         torch.save({"largest": max(_relative(found[key], single[key]) for key in single), "tensors": len(found),
                     "valid_samples": metrics["valid_samples"], "log_ratio_max": metrics["first_update_log_ratio_max"],
-                    "seconds": seconds, "peak_gib": devices.peak_memory_bytes(device) / GIB}, Path(folder, f"{name}-{rank}.pt"))
+                    "seconds": seconds, "peak_gib": devices.peak_memory_bytes(device) / GIB},
+                   Path(folder, f"{name}-{rank}.pt"))
         del policy, learner
         gc.collect()
         dist.barrier()

@@ -4,8 +4,8 @@
 
 Ours is `Learner` as a learner actor runs it: shards from the wire, advantages, diagnostics, the on-policy check, one
 division, clipping, AdamW and EMA. The bare loop has ready tensors and nothing but what the result needs: the stock
-transformer with peft's LoRA, the log-prob of Flow-GRPO's SDE, the clipped loss, gradient clipping, AdamW. Both end at the
-same weights, which is checked. A ratio above 1 means that ours is faster.
+transformer with peft's LoRA, the log-prob of Flow-GRPO's SDE, the clipped loss, gradient clipping, AdamW. Both end at
+the same weights, which is checked. A ratio above 1 means that ours is faster.
 """
 
 from __future__ import annotations
@@ -58,10 +58,14 @@ def check_supported(config: Config) -> None:
     family = find(config.model).family
     if family != "sd3":
         raise ConfigError(f"the bare loop is written for SD3, and model.path {config.model.path!r} is {family}")
-    wanted = {"sampling.kernel": (config.sampling.kernel, "flow_sde"), "sampling.log_prob": (config.sampling.log_prob, "gaussian"),
-              "loss.beta": (config.loss.beta, 0.0), "loss.ratio_norm": (config.loss.ratio_norm, False),
-              "train.activation_checkpointing": (config.train.activation_checkpointing, False)}
-    wrong = [f"{key} is {value!r}; the bare loop needs {need!r}" for key, (value, need) in wanted.items() if value != need]
+    wanted = {
+        "sampling.kernel": (config.sampling.kernel, "flow_sde"),
+        "sampling.log_prob": (config.sampling.log_prob, "gaussian"),
+        "loss.beta": (config.loss.beta, 0.0), "loss.ratio_norm": (config.loss.ratio_norm, False),
+        "train.activation_checkpointing": (config.train.activation_checkpointing, False),
+    }
+    wrong = [f"{key} is {value!r}; the bare loop needs {need!r}"
+             for key, (value, need) in wanted.items() if value != need]
     if config.train_micro_batch != config.sampling.micro_batch:
         wrong.append("train.micro_batch has to be sampling.micro_batch")
     if wrong:
@@ -117,12 +121,13 @@ class BareLoop:
         targets = sorted({key.removeprefix("transformer.").split(".lora_")[0] for key in start})
         self.model.add_adapter(LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets))
         named = dict(self.model.named_parameters())
-        self.weights = {key: named[key.removeprefix("transformer.").replace(".weight", ".default.weight")] for key in start}
+        self.weights = {key: named[key.removeprefix("transformer.").replace(".weight", ".default.weight")]
+                        for key in start}
         for weight in self.weights.values():
             weight.data = weight.data.float()
         t = config.train
-        self.optimizer = torch.optim.AdamW(list(self.weights.values()), lr=t.learning_rate, betas=t.betas, eps=t.adam_eps,
-                                           weight_decay=t.weight_decay)
+        self.optimizer = torch.optim.AdamW(list(self.weights.values()), lr=t.learning_rate, betas=t.betas,
+                                           eps=t.adam_eps, weight_decay=t.weight_decay)
         self.load(start)
 
     @torch.no_grad()
@@ -142,17 +147,19 @@ class BareLoop:
                 m = len(shard.samples)
                 text = {key: torch.cat([from_wire(row[key], self.device).repeat_interleave(m, 0) for row in rows])
                         for key in conditioning}
+                advantage = torch.from_numpy(advantages[shard.group][list(shard.samples)]).float().to(self.device)
                 shards.append((from_wire(part.latents, self.device), from_wire(part.log_probs, self.device),
-                               part.sigmas.tolist(), part.window[0],
-                               torch.from_numpy(advantages[shard.group][list(shard.samples)]).float().to(self.device), text))
+                               part.sigmas.tolist(), part.window[0], advantage, text))
             self.updates.append(shards)
 
     def velocity(self, x: torch.Tensor, sigma: float, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
         guidance = self.config.sampling.guidance_scale
         inputs = torch.cat([x, x]) if guidance > 1 else x
         v = self.model(
-            hidden_states=inputs.to(self.dtype), timestep=torch.full((len(inputs),), sigma * 1000.0, device=self.device),
-            encoder_hidden_states=text["prompt_embeds"], pooled_projections=text["pooled"], return_dict=False)[0].float()
+            hidden_states=inputs.to(self.dtype),
+            timestep=torch.full((len(inputs),), sigma * 1000.0, device=self.device),
+            encoder_hidden_states=text["prompt_embeds"], pooled_projections=text["pooled"], return_dict=False,
+        )[0].float()
         if guidance > 1:
             u, c = v.chunk(2)
             v = u + guidance * (c - u)
@@ -171,7 +178,7 @@ class BareLoop:
                     std = rate * math.sqrt(-dt)
                     x, v = latents[j], self.velocity(latents[j], sigma, text)
                     mean = x * (1 + rate**2 * dt / (2 * sigma)) + v * (1 + rate**2 * (1 - sigma) / (2 * sigma)) * dt
-                    density = -((latents[j + 1] - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+                    density = -((latents[j + 1] - mean) ** 2) / (2 * std**2) - math.log(std * math.sqrt(2 * math.pi))
                     ratio = torch.exp(density.flatten(1).mean(1) - old[:, j])
                     clipped = ratio.clamp(1 - c.loss.clip_low, 1 + c.loss.clip_high)
                     loss = torch.maximum(-advantages * ratio, -advantages * clipped).sum() / total
@@ -207,8 +214,8 @@ def measure(config: Config, *, repeats: int, device: str = "cpu") -> dict[str, A
     work, scores = sample(config, policy, plan), random_scores(config, plan)
     learner = Learner(policy, config, run_id=RUN_ID)
     bare = BareLoop(config, settings, start, where)
-    bare.prepare(plan, work, step_advantages(config, scores, prompts={g.group: g.prompt for g in plan.groups}, history=None,
-                                             step=0))
+    bare.prepare(plan, work, step_advantages(
+        config, scores, prompts={group.group: group.prompt for group in plan.groups}, history=None, step=0))
 
     def reset() -> None:
         lora.write_state(policy, start)
@@ -225,8 +232,9 @@ def measure(config: Config, *, repeats: int, device: str = "cpu") -> dict[str, A
     cpu = {name: [t.cpu for t in timings] for name, timings in times.items()}
     samples = config.sampling.group_size * config.sampling.groups_per_step
     return {
-        "benchmark": "learner", "machine": found, "model": config.model.path, "target": 0.95, "updates": len(plan.updates),
-        "shards": sum(len(g.train_shards) for g in plan.groups), "micro_batch": config.train_micro_batch,
+        "benchmark": "learner", "machine": found, "model": config.model.path, "target": 0.95,
+        "updates": len(plan.updates), "shards": sum(len(g.train_shards) for g in plan.groups),
+        "micro_batch": config.train_micro_batch,
         "window": config.window_size, "samples": samples, "distance_of_results": apart,
         "seconds": {name: spread(values) for name, values in wall.items()},
         "ratio": speed_ratio(wall["bare"], wall["ours"]), "ratio_cpu": speed_ratio(cpu["bare"], cpu["ours"]),
@@ -235,8 +243,8 @@ def measure(config: Config, *, repeats: int, device: str = "cpu") -> dict[str, A
 
 def show(result: Mapping[str, Any]) -> None:
     print_machine(result["machine"])
-    print(f"{result['model']}: {result['updates']} updates of together {result['samples']} samples x {result['window']} window "
-          f"steps in {result['shards']} shards of {result['micro_batch']}")
+    print(f"{result['model']}: {result['updates']} updates of together {result['samples']} samples x "
+          f"{result['window']} window steps in {result['shards']} shards of {result['micro_batch']}")
     print_table(["side", "seconds a step"], [[name, shown(value)] for name, value in result["seconds"].items()])
     print(f"ratio (target {result['target']:g}): {shown(result['ratio'])}, of CPU time {shown(result['ratio_cpu'])}; "
           f"results differ by {result['distance_of_results']:.1e} of the distance moved")

@@ -41,7 +41,8 @@ def timed(work: Callable[[], Any], device: torch.device) -> tuple[Timing, Any]:
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device, *, between: Callable[[], Any] | None = None,
+    sides: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device, *,
+    between: Callable[[], Any] | None = None,
 ) -> dict[str, list[Timing]]:
     """Time every side `repeats` times, after one untimed run of each; who goes first changes from repeat to repeat.
 
@@ -96,7 +97,8 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """(configuration file or None, overrides) of the positional arguments."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise ConfigError(f"two configuration files: {files[0]} and {files[1]}; overrides have the form section.key=value")
+        raise ConfigError(f"two configuration files: {files[0]} and {files[1]}; overrides have the form "
+                          "section.key=value")
     return (files[0] if files else None), [word for word in words if "=" in word]
 
 
@@ -143,11 +145,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A plain table; the first column is left-aligned."""
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     for row in [columns, *rows]:
-        cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
         print("  ".join(cells).rstrip())
 
 
 def print_machine(found: Mapping[str, Any]) -> None:
     gpu = f", {found['gpu']}" if found["gpu"] else ""
-    print(f"{found['cores']} cores{gpu}, load average {found['load_average_1min']:.1f} at the start, torch {found['torch']}, "
-          f"Python {found['python']}, {found['date']}")
+    print(f"{found['cores']} cores{gpu}, load average {found['load_average_1min']:.1f} at the start, "
+          f"torch {found['torch']}, Python {found['python']}, {found['date']}")

@@ -2,9 +2,10 @@
 
     python -m benchmarks.sampler [CONFIG] [KEY=VALUE ...] [--guidance 1 3] [--batch 8] [--repeats 15] [--json]
 
-Ours is `Sampler.denoise` and `Policy.decode`, as a rollout actor runs them for every shard: sigma table, conditioning from
-the wire, noise from its seeds, images to uint8. The stock side is the pipeline's `__call__` with encoded prompts and ready
-latents, on the very same modules. A third line is ours with the configuration's SDE window, which the stock cannot do.
+Ours is `Sampler.denoise` and `Policy.decode`, as a rollout actor runs them for every shard: sigma table, conditioning
+from the wire, noise from its seeds, images to uint8. The stock side is the pipeline's `__call__` with encoded prompts
+and ready latents, on the very same modules. A third figure is ours with the configuration's SDE window, which the stock
+cannot do.
 A ratio above 1 means that ours is faster.
 """
 
@@ -133,8 +134,8 @@ def show(result: dict[str, Any]) -> None:
                      f"{rate['ours_sde']:.2f}", f"{case['largest_difference']:.1e}"])
     print(f"{result['model']}, {result['cases'][0]['steps']} steps, "
           f"{result['cases'][0]['height']} x {result['cases'][0]['width']} px")
-    print_table(["case", "batch", "ours images/s", "stock images/s", f"ratio (target {result['target']:g})", "ratio of CPU time",
-                 "ours with SDE window", "largest difference"], rows)
+    print_table(["case", "batch", "ours images/s", "stock images/s", f"ratio (target {result['target']:g})",
+                 "ratio of CPU time", "ours with SDE window", "largest difference"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

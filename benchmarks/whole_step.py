@@ -3,19 +3,21 @@
     python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--steps 8] [--warmup 2]
                                     [--view plain|live] [--json]
 
-For the configuration as it is, and for every `--variant` (overrides on top, to compare placements, replicas, micro-batches
-or niceness), Ray is started, `warmup` + `steps` steps are trained as `flowgrpo-ray train` does, and Ray is ended. Told are
+For the configuration as it is, and for every `--variant` (overrides on top, to compare placements, replicas,
+micro-batches or niceness), Ray is started, `warmup` + `steps` steps are trained as `flowgrpo-ray train` does, and Ray
+is ended. Told are
 
 - the median time of a step, all between two recorded rows included (weight sync, metrics, samples);
 - driver: CPU seconds of the driver's process a step (target: at most 0.15), with all of its threads;
-- the busy share of the cores (target: at least 0.80): pure work / (cores x time of a step). Pure work is what denoising,
-  decoding, scoring and training of one step cost in core-seconds when each is done alone: `benchmarks.baseline`, run first
-  in a process of its own at the same shapes. What actors add (Ray, copies, waiting, a cache shared by two) is not work.
+- the busy share of the cores (target: at least 0.80): pure work / (cores x time of a step). Pure work is what
+  denoising, decoding, scoring and training of one step cost in core-seconds when each is done alone:
+  `benchmarks.baseline`, run first, in a process of its own, at the same shapes. What actors add (Ray, copies, waiting,
+  a cache shared by two) is not work.
 - where CPU time went, by process; the difference to pure work is overhead.
 
-The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a step of
-this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop is of this
-machine.
+The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a
+step of this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop
+is of this machine.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ def sequential(config: Config, folder: str, *, steps: int, warmup: int) -> dict[
     """
     file = Path(folder, "baseline.yaml")
     file.write_text(to_yaml(config))
+    device = "cuda" if config.pools.learner.num_gpus else "cpu"
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.baseline", str(file), "--json", "--steps", str(steps),
-               "--warmup", str(warmup)]
+               "--warmup", str(warmup), "--device", device]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise FlowGrpoError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
@@ -98,7 +101,8 @@ def cpu_by_role() -> dict[tuple[int, str], float]:
             continue  # ended between the two calls
         # Ray names a worker's process after its actor's class and the method that it runs.
         title = line[0] if line else process.name()
-        role = title.removeprefix("ray::").split(".")[0].split("(")[0] if title.startswith("ray::") else Path(title).name
+        actor = title.startswith("ray::")
+        role = title.removeprefix("ray::").split(".")[0].split("(")[0] if actor else Path(title).name
         out[(process.pid, role)] = times.user + times.system
     return out
 
@@ -179,7 +183,8 @@ def measure_variant(name: str, config: Config, plain: Mapping[str, Any], *, step
         "pure_core_seconds": plain["pure_core_seconds"],
         "busy_share": plain["pure_core_seconds"] / (cores() * step["median"]),
         "role_shares": {key: spread([row[key] for row in measured])["median"] for key in SHARES},
-        "cpu_seconds_by_process": {role: seconds / steps for role, seconds in marks.spent.items() if seconds / steps >= 0.005},
+        "cpu_seconds_by_process": {
+            role: seconds / steps for role, seconds in marks.spent.items() if seconds / steps >= 0.005},
         "baseline_step_seconds": plain["step_seconds"]["median"],
         "speed_up": plain["step_seconds"]["median"] / step["median"],
     }
@@ -204,7 +209,8 @@ def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str],
             print(f"actors: {name} ...", file=sys.stderr)
             out.append(measure_variant(name, config, plain[key], steps=steps, warmup=warmup, view=view)
                        | {"baseline": plain[key]})
-    return {"benchmark": "whole_step", "machine": found, "targets": {"driver": DRIVER_TARGET, "busy_share": BUSY_TARGET},
+    return {"benchmark": "whole_step", "machine": found,
+            "targets": {"driver": DRIVER_TARGET, "busy_share": BUSY_TARGET},
             "reported_reference_step_seconds": REPORTED, "variants": out}
 
 
@@ -228,7 +234,8 @@ def show(result: Mapping[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser(__doc__)
-    p.add_argument("--variant", action="append", default=[], metavar='"KEY=VALUE ..."', help="overrides to compare, repeatable")
+    p.add_argument("--variant", action="append", default=[], metavar='"KEY=VALUE ..."',
+                   help="overrides to compare, repeatable")
     p.add_argument("--steps", type=int, default=8, help="measured steps")
     p.add_argument("--warmup", type=int, default=2, help="steps before them (at least 1)")
     p.add_argument("--baseline-steps", type=int, default=5, help="measured steps of the plain loop")

@@ -73,6 +73,14 @@ def write_config(folder: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ray_folders():
+    """Ray's folders of the processes that `start` starts: short paths, since Ray puts sockets into them."""
+    yield
+    for folder in Path("/tmp").glob(f"fgc{os.getpid()}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def start(folder: Path, *args: object) -> subprocess.Popen:
     """A command in a process of its own, as from a new account: no Ray settings, nothing cached."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}

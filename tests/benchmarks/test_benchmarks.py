@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
 
 from benchmarks import baseline, gpu_check, learner, measure, sampler, whole_step  # noqa: E402
-
 from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
 
-SMALL = ["rewards={jpeg_compressibility: {}}", "sampling.num_steps=4", "sampling.group_size=2", "sampling.groups_per_step=2",
-         "sampling.micro_batch=2", "sampling.window={size: 2, range: [0, 3]}", "lora.rank=4", "lora.alpha=8"]
+SMALL = ["rewards={jpeg_compressibility: {}}", "sampling.num_steps=4", "sampling.group_size=2",
+         "sampling.groups_per_step=2", "sampling.micro_batch=2", "sampling.window={size: 2, range: [0, 3]}",
+         "lora.rank=4", "lora.alpha=8"]
 
 
 def all_finite(tree: Any) -> bool:
@@ -124,8 +124,8 @@ def test_whole_step(ray_cluster, capsys):
 @pytest.mark.parametrize("model", gpu_check.MODELS)
 def test_gpu_check_small(model, capsys):
     result = report(gpu_check.main, capsys, "--model", model, "--device", "cpu", "--small")
-    assert list(result["stages"]) == ["build", "attach LoRA", "write and read back", "sample", "update", "export", "sync",
-                                      "adapter file"]
+    assert list(result["stages"]) == [
+        "build", "attach LoRA", "write and read back", "sample", "update", "export", "sync", "adapter file"]
     assert result["stages"]["sample"]["images_per_s"] > 0 and len(result["checks"]) == 6
     assert len(result["log_ratio_by_window_step"]) == result["window"]
     assert all(row["samples"] == result["images"] for row in result["log_ratio_by_window_step"])
@@ -159,4 +159,4 @@ def test_two_ranks(capsys):
     result = report(gpu_check.main, capsys, "--model", "sd35-medium", "--device", "cpu", "--small", "--ranks", "2",
                     "--dtype", "float32")
     assert list(result["cases"]) == ["none", "full"] and len(result["checks"]) == 2
-    assert all(0 < rank["largest"] <= 1e-5 for ranks in result["cases"].values() for rank in ranks)
+    assert all(rank["largest"] <= 1e-5 for ranks in result["cases"].values() for rank in ranks)

@@ -61,10 +61,10 @@ def test_means_are_over_valid_samples_and_window_steps():
 
 def test_ratios_that_float32_cannot_tell_from_1_are_measured():
     """Clip ranges go down to 1e-6 and ratios move as little."""
-    log_ratio = np.array([2e-7, -2e-7, 4e-8, -4e-8], np.float32)
+    log_ratio = np.array([1.3e-7, -1.3e-7, 4e-8, -4e-8], np.float32)
     sums = Diagnostics(1, CPU)
     add_samples(sums, np.ones(4, np.float32))
-    add(sums, 0, log_ratio, clip=(1e-7, 1e-7))
+    add(sums, 0, log_ratio, clip=(1.1e-7, 1.1e-7))
     metrics = sums.reduce(1)
     assert metrics["ratio_std/0"] == pytest.approx(np.expm1(log_ratio.astype(np.float64)).std(), rel=1e-5)
     assert metrics["ratio_mean/0"] == pytest.approx(1.0, abs=1e-12)

@@ -245,7 +245,10 @@ def test_advantages_that_need_the_whole_step_wait_for_it(bench, advantage):
     learner.add_scores({1: data.scores[1]})
     assert learner.step_advantages() == {}
     learner.add_scores({0: data.scores[0]})
-    late = learner.step_advantages()
+    late, history = learner.step_advantages(), learner.state()[1]["history"]
+    learner.add_scores({})  # as with every further shard: nothing new
+    assert learner.state()[1]["history"] == history
+    assert history is None or [count for count, _, _ in history.values()] == [4, 4]
     learner, _, _ = bench.start(configuration(advantage=advantage))
     learner.begin_step(plan)
     learner.add_scores(data.scores)

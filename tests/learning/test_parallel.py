@@ -14,6 +14,7 @@ import pytest
 import reference
 import torch
 import torch.multiprocessing as multiprocessing
+from torch.distributed.tensor import DTensor
 
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.learning import parallel
@@ -86,6 +87,13 @@ def build(config: Config, adapter: dict[str, np.ndarray], rank: int = 0, world_s
     return Learner(policy, config, run_id=reference.RUN_ID, rank=rank, world_size=world_size)
 
 
+def share(learner: Learner) -> tuple[bool, float]:
+    """Whether parameters are distributed, and the share of them that this rank holds."""
+    tensors = [p for module in learner.policy.modules.values() for p in module.parameters()]
+    here = [p.to_local() if isinstance(p, DTensor) else p for p in tensors]
+    return isinstance(tensors[0], DTensor), sum(p.numel() for p in here) / sum(p.numel() for p in tensors)
+
+
 def work(rank: int, folder: str) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
@@ -95,7 +103,7 @@ def work(rank: int, folder: str) -> None:
     for name, (tree, plan, data, adapter) in jobs.items():
         learner = build(from_tree(tree), adapter, rank, WORLD)
         info, exported, _ = learner.export(0)
-        out[name] = {"sharding": learner.sharding, "info": info, "exported": exported,
+        out[name] = {"sharding": learner.sharding, "share": share(learner), "info": info, "exported": exported,
                      **one_step(learner, plan, data, rank, WORLD)}
         out[name] |= {"adapter": learner.adapter(), "ema": learner.ema_adapter()}
     out["resume"] = resume(rank, jobs["full"], torch.load(Path(folder, "later.pt"), weights_only=False))
@@ -212,8 +220,12 @@ def test_the_updated_adapter_is_that_of_one_process(ranks, alone, jobs, case):
 
 
 def test_the_model_really_is_sharded(ranks):
-    for name in CASES:
-        assert ranks[0][name]["sharding"] == name.split("_")[0]
+    for rank in ranks:
+        for name in CASES:
+            distributed, part = rank[name]["share"]
+            assert rank[name]["sharding"] == name.split("_")[0]
+            assert distributed == (not name.startswith("none"))
+            assert part == pytest.approx(1.0 if name.startswith("none") or name == "hybrid_1" else 0.5, abs=0.01)
 
 
 def test_a_sharded_state_is_loaded_bit_for_bit(ranks):
