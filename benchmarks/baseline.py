@@ -152,27 +152,31 @@ class Sequential:
             self.learner.apply()
 
 
-def measure(config: Config, *, steps: int, warmup: int, device: str = "cpu") -> dict[str, Any]:
-    """Medians over `steps` steps after `warmup`.
+def summary(rows: Sequence[Mapping[str, Sequence[float]]], images: int, clock: str) -> dict[str, Any]:
+    """Figures of steps, each given as (wall, CPU) seconds by phase.
 
     Returns:
         step_seconds (spread of the wall time of a step), images_per_s, phases (spread of wall and CPU seconds a step by
-        phase), pure_core_seconds (sum of the medians of CPU seconds of PURE; on a GPU of their wall seconds).
+        phase), pure_core_seconds (sum of the medians of PURE by `clock`, cpu or wall), and the rows themselves.
     """
+    phases = {name: {"wall": spread([row[name][0] for row in rows]), "cpu": spread([row[name][1] for row in rows])}
+              for name in PHASES}
+    total = spread([sum(wall for wall, _ in row.values()) for row in rows])
+    return {"images": images, "step_seconds": total, "images_per_s": images / total["median"], "phases": phases,
+            "clock": clock, "pure_core_seconds": sum(phases[name][clock]["median"] for name in PURE), "rows": rows}
+
+
+def measure(config: Config, *, steps: int, warmup: int, device: str = "cpu") -> dict[str, Any]:
+    """`summary` of `steps` steps after `warmup`. On a GPU pure work is measured by the wall clock."""
     records = check(config).train
     where = device_of(device, config)
     found = machine(where)
     loop = Sequential(config, load_policy(config.model, device=where),
                       {name: get(name, **reward.options) for name, reward in config.rewards.items()})
-    rows = [loop.step(records, step) for step in range(warmup + steps)][warmup:]
-    phases = {name: {"wall": spread([row[name].wall for row in rows]), "cpu": spread([row[name].cpu for row in rows])}
-              for name in PHASES}
+    times = [loop.step(records, step) for step in range(warmup + steps)][warmup:]
+    rows = [{name: [timing.wall, timing.cpu] for name, timing in row.items()} for row in times]
     images = config.sampling.group_size * config.sampling.groups_per_step
-    total = spread([sum(timing.wall for timing in row.values()) for row in rows])
-    clock = "cpu" if where.type == "cpu" else "wall"
-    return {"benchmark": "baseline", "machine": found, "steps": steps, "images": images, "step_seconds": total,
-            "images_per_s": images / total["median"], "phases": phases,
-            "pure_core_seconds": sum(phases[name][clock]["median"] for name in PURE)}
+    return {"benchmark": "baseline", "machine": found} | summary(rows, images, "cpu" if where.type == "cpu" else "wall")
 
 
 def show(result: Mapping[str, Any]) -> None:

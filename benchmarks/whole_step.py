@@ -1,7 +1,7 @@
 """Whole training steps on real actors, against the same steps in one plain loop in one process on this machine.
 
-    python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--steps 8] [--warmup 2]
-                                    [--view plain|live] [--json]
+    python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--rounds 1] [--steps 8]
+                                    [--warmup 2] [--view plain|live] [--json]
 
 For the configuration as it is, and for every `--variant` (overrides on top, to compare placements, replicas,
 micro-batches or niceness), Ray is started, `warmup` + `steps` steps are trained as `flowgrpo-ray train` does, and Ray
@@ -14,6 +14,10 @@ is ended. Told are
   `benchmarks.baseline`, run first, in a process of its own, at the same shapes. What actors add (Ray, copies, waiting,
   a cache shared by two) is not work.
 - where CPU time went, by process; the difference to pure work is overhead.
+- the share of the cores that other programs took meanwhile: above a few percent the other figures mean little.
+
+A machine whose speed comes and goes (a virtual one) needs `--rounds`: plain loop and variants take turns, and the steps of
+all rounds are put together.
 
 The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a
 step of this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop
@@ -41,6 +45,7 @@ from rich.console import Console
 
 from actors.controller import Controller
 from actors.run import train
+from benchmarks.baseline import summary
 from benchmarks.measure import (
     DEMO,
     ROOT,
@@ -116,16 +121,24 @@ def spent(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str
     return dict(total.most_common())
 
 
+def all_busy() -> float:
+    """CPU seconds of the whole machine so far, all programs (and, in a virtual machine, time that its host kept)."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(
+        times, "guest_nice", 0.0)
+
+
 class Marks:
-    """Wall and CPU seconds of the driver after every recorded row, and what its processes had spent at both ends."""
+    """Wall and CPU seconds of the driver after every recorded row, and what was spent between the measured ones."""
 
     def __init__(self, warmup: int, steps: int) -> None:
         self._warmup, self._steps = warmup, steps
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.rows: list[Row] = []
-        self._before: dict[tuple[int, str], float] = {}
-        self.spent: dict[str, float] = {}
+        self._before: tuple[dict[tuple[int, str], float], float] = ({}, 0.0)
+        self.spent: dict[str, float] = {}  # by role
+        self.all_spent = 0.0  # by the whole machine
 
     def begin(self) -> None:
         """Training starts: the first mark."""
@@ -134,12 +147,12 @@ class Marks:
     def row(self, row: Row) -> None:
         done = len(self.rows) + 1
         if done == self._warmup:
-            self._before = cpu_by_role()  # before the mark: not a part of the next step
+            self._before = cpu_by_role(), all_busy()  # before the mark: not a part of the next step
             self._mark()
         else:
             self._mark()
             if done == self._warmup + self._steps:
-                self.spent = spent(self._before, cpu_by_role())
+                self.spent, self.all_spent = spent(self._before[0], cpu_by_role()), all_busy() - self._before[1]
         self.rows.append(row)
 
     def _mark(self) -> None:
@@ -171,12 +184,16 @@ def run_actors(config: Config, *, steps: int, warmup: int, view: str) -> Marks:
     return marks
 
 
-def measure_variant(name: str, config: Config, plain: Mapping[str, Any], *, steps: int, warmup: int, view: str
-                    ) -> dict[str, Any]:
-    """Figures of one configuration; `plain` is its `benchmarks.baseline`."""
-    marks = run_actors(config, steps=steps, warmup=warmup, view=view)
-    step, driver = spread(marks.steps(marks.wall)), spread(marks.steps(marks.cpu))
-    measured = marks.rows[warmup:]
+def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: int) -> dict[str, Any]:
+    """Figures of one configuration from its runs; `plain` is the summary of its plain loop."""
+    walls = [seconds for marks in runs for seconds in marks.steps(marks.wall)]
+    cpus = [seconds for marks in runs for seconds in marks.steps(marks.cpu)]
+    step, driver, steps = spread(walls), spread(cpus), len(walls)
+    measured = [row for marks in runs for row in marks.rows[warmup:]]
+    roles: Counter[str] = Counter()
+    for marks in runs:
+        roles.update(marks.spent)
+    others = sum(marks.all_spent for marks in runs) - roles.total() - sum(cpus)
     return {
         "variant": name, "steps": steps, "images": plain["images"], "step_seconds": step,
         "images_per_s": plain["images"] / step["median"], "driver_cpu_seconds": driver,
@@ -184,31 +201,40 @@ def measure_variant(name: str, config: Config, plain: Mapping[str, Any], *, step
         "busy_share": plain["pure_core_seconds"] / (cores() * step["median"]),
         "role_shares": {key: spread([row[key] for row in measured])["median"] for key in SHARES},
         "cpu_seconds_by_process": {
-            role: seconds / steps for role, seconds in marks.spent.items() if seconds / steps >= 0.005},
+            role: seconds / steps for role, seconds in roles.most_common() if seconds / steps >= 0.005},
+        "share_of_others": max(0.0, others / (cores() * sum(walls))),
         "baseline_step_seconds": plain["step_seconds"]["median"],
-        "speed_up": plain["step_seconds"]["median"] / step["median"],
+        "speed_up": plain["step_seconds"]["median"] / step["median"], "baseline": plain,
     }
 
 
 def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str], *, steps: int, warmup: int,
-            baseline_steps: int, view: str) -> dict[str, Any]:
+            baseline_steps: int, rounds: int, view: str) -> dict[str, Any]:
     """All variants, each beside the plain loop at its own shapes."""
     # As the command line does: Ray's zero-GPU actors see no GPU, without a warning about it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    found, plain, out = machine(), {}, []
+    found = machine()
+    configs = {variant or "as configured": load(file or DEMO, [*overrides, *shlex.split(variant)])
+               for variant in ["", *variants]}
+    plain: dict[str, list[dict[str, Any]]] = {}  # by what can change the result, and so the work
+    runs: dict[str, list[Marks]] = {name: [] for name in configs}
     with tempfile.TemporaryDirectory(prefix="flowgrpo-benchmark-") as folder:
-        configs = {}
-        for number, variant in enumerate(["", *variants]):
-            config = load(file or DEMO, [*overrides, *shlex.split(variant)])
-            configs[variant or "as configured"] = only_steps(config, folder, f"variant-{number}", warmup + steps)
-        for name, config in configs.items():
-            key = config.result_hash()
-            if key not in plain:
-                print(f"plain loop: {name} ...", file=sys.stderr)
-                plain[key] = sequential(config, folder, steps=baseline_steps, warmup=1)
-            print(f"actors: {name} ...", file=sys.stderr)
-            out.append(measure_variant(name, config, plain[key], steps=steps, warmup=warmup, view=view)
-                       | {"baseline": plain[key]})
+        for turn in range(rounds):
+            done = set()
+            for number, (name, config) in enumerate(configs.items()):
+                work = config.result_hash()
+                if work not in done:
+                    print(f"round {turn + 1}/{rounds}: plain loop, {name} ...", file=sys.stderr)
+                    plain.setdefault(work, []).append(sequential(config, folder, steps=baseline_steps, warmup=1))
+                    done.add(work)
+                print(f"round {turn + 1}/{rounds}: actors, {name} ...", file=sys.stderr)
+                trimmed = only_steps(config, folder, f"variant-{number}-{turn}", warmup + steps)
+                runs[name].append(run_actors(trimmed, steps=steps, warmup=warmup, view=view))
+    out = []
+    for name, config in configs.items():
+        parts = plain[config.result_hash()]
+        rows = [row for part in parts for row in part["rows"]]
+        out.append(figures(name, runs[name], summary(rows, parts[0]["images"], parts[0]["clock"]), warmup))
     return {"benchmark": "whole_step", "machine": found,
             "targets": {"driver": DRIVER_TARGET, "busy_share": BUSY_TARGET},
             "reported_reference_step_seconds": REPORTED, "variants": out}
@@ -227,7 +253,8 @@ def show(result: Mapping[str, Any]) -> None:
         used = ", ".join(f"{role} {seconds:.2f}" for role, seconds in v["cpu_seconds_by_process"].items())
         phases = ", ".join(f"{name} {phase['cpu']['median']:.2f}" for name, phase in v["baseline"]["phases"].items())
         print(f"{v['variant']}\n  time each role worked: {shares}\n  CPU seconds a step by process: {used}\n"
-              f"  alone in one process: {phases}")
+              f"  alone in one process: {phases}\n"
+              f"  other programs had {v['share_of_others']:.1%} of the cores meanwhile")
     reported = ", ".join(f"{seconds:g} s in {name}" for name, seconds in REPORTED.items())
     print(f"The reference implementation was reported at {reported} on a machine of two cores (not this one).")
 
@@ -239,13 +266,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=8, help="measured steps")
     p.add_argument("--warmup", type=int, default=2, help="steps before them (at least 1)")
     p.add_argument("--baseline-steps", type=int, default=5, help="measured steps of the plain loop")
+    p.add_argument("--rounds", type=int, default=1, help="times over, in turns")
     p.add_argument("--view", choices=("plain", "live"), default="plain",
                    help="what the driver shows meanwhile: plain lines, or the live view of a terminal (to nowhere)")
 
     def work(options: argparse.Namespace) -> dict[str, Any]:
         file, overrides = split_words(options.words)
         return measure(file, overrides, options.variant, steps=options.steps, warmup=max(1, options.warmup),
-                       baseline_steps=options.baseline_steps, view=options.view)
+                       baseline_steps=options.baseline_steps, rounds=options.rounds, view=options.view)
 
     return run_main(work, p, show, argv)
 
