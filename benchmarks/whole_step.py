@@ -16,8 +16,8 @@ is ended. Told are
 - where CPU time went, by process; the difference to pure work is overhead.
 - the share of the cores that other programs took meanwhile: above a few percent the other figures mean little.
 
-A machine whose speed comes and goes (a virtual one) needs `--rounds`: plain loop and variants take turns, and the steps of
-all rounds are put together.
+A machine whose speed comes and goes (a virtual one) needs `--rounds`: plain loop and variants take turns, and the steps
+of all rounds are put together.
 
 The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a
 step of this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from flowgrpo_ray import storage
 from flowgrpo_ray.errors import FlowGrpoError
 
+_CAPTIONED_WIDTH = 120  # pixels that the widest captioned image has at least
 _GAP, _CAPTION = 4, 16  # pixels between the images of a grid, and of a caption's line
 _GRID_NAME = re.compile(r"(.+)_step_(\d+)\.png")
 
@@ -126,6 +127,8 @@ def _from_parquet(data: bytes, uri: str) -> pa.Table:
 def png_grid(pngs: Sequence[bytes], columns: int = 6, captions: Sequence[str] | None = None) -> bytes:
     """One PNG out of many, row by row; cells have the size of the largest image, a caption stands under its image.
 
+    Small images are enlarged (whole pixels, no smoothing) where they are captioned, so that a caption has room.
+
     Raises:
         FlowGrpoError: there are no images, or not as many captions as images.
     """
@@ -135,6 +138,8 @@ def png_grid(pngs: Sequence[bytes], columns: int = 6, captions: Sequence[str] | 
         raise FlowGrpoError(f"a grid of {len(pngs)} images got {len(captions)} captions")
     images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
     columns = min(columns, len(images))
+    if captions and (scale := math.ceil(_CAPTIONED_WIDTH / max(i.width for i in images))) > 1:
+        images = [i.resize((i.width * scale, i.height * scale), Image.Resampling.NEAREST) for i in images]
     width, height = max(i.width for i in images), max(i.height for i in images)
     cell = height + (_CAPTION if captions else 0)
     rows = math.ceil(len(images) / columns)
@@ -154,9 +159,11 @@ def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     text = " ".join(text[:500].split())
     if font.getlength(text) <= width:
         return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+    # Prompts differ at either end, so the middle goes.
+    keep = len(text) - 1
+    while keep > 0 and font.getlength(short := f"{text[: keep // 2]}…{text[len(text) - (keep - keep // 2) :]}") > width:
+        keep -= 1
+    return short if keep > 0 else "…"
 
 
 def write_grid(

@@ -27,6 +27,16 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
+def ieee_floats():
+    """Subnormal floats as the standard has them, for tests that draw any float; an actor's process flushes them to 0."""
+    import torch
+
+    torch.set_flush_denormal(False)
+    yield
+    torch.set_flush_denormal(True)
+
+
+@pytest.fixture(scope="module")
 def ray_cluster():
     """A warm local Ray. The temporary directory is short: Ray puts sockets into it."""
     import ray

@@ -13,6 +13,8 @@ from flowgrpo_ray import checkpoint, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("ieee_floats")
+
 pytest_plugins = ["s3_server"]
 
 FILES = {"adapter.safetensors": b"adapter" * 100, "ema/adapter.safetensors": b"ema" * 100, "empty": b""}

@@ -13,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from flowgrpo_ray import metrics, samples, storage, trackers
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 
+pytestmark = pytest.mark.usefixtures("ieee_floats")
+
 pytest_plugins = ["s3_server"]
 
 
@@ -206,7 +208,7 @@ def test_grid(run_dir):
     assert [grid.getpixel(p) for p in [(4, 4), (20, 8), (16, 4), (28, 4), (4, 16), (16, 16)]] == [
         (255, 0, 0), (0, 128, 0), (255, 255, 255), (0, 0, 255), (0, 0, 0), (255, 0, 0)]
     tall = Image.open(io.BytesIO(samples.png_grid(images[:1], captions=["a long caption " * 9])))
-    assert tall.size == (16, 16 + 16)
+    assert tall.size == (4 + 120 + 4, 4 + 120 + 16 + 4), "enlarged until the caption has room"
     with pytest.raises(FlowGrpoError, match="5 images got 1 captions"):
         samples.png_grid(images, captions=["x"])
     with pytest.raises(FlowGrpoError, match="at least one image"):

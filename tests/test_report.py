@@ -29,7 +29,7 @@ def row(step):
         "approx_kl": 1e-6 * (1.2 + wave), "clip_fraction": 0.2, "clip_fraction_low": 0.1, "clip_fraction_high": 0.1,
         "grad_norm": math.exp(wave), "images_per_s": 40 + wave, "images": 96, "masked_samples": float(step == 7),
         "zero_std_group_fraction": 0.25, "staleness": 0, "scoring_failures/ocr": float(step >= 7),
-        "actor_deaths/reward.ocr": 0.0, "adapter_delta_norm": 0.01, "time_step": 3.0, "time_rollout": 2.0,
+        "actor_deaths/reward.ocr": 0.0, "adapter_delta_norm": 0.01, "time_step": 3.0, "time_sample_call": 2.0,
     } | {f"busy_share/{role}": 0.5 + 0.1 * wave for role in ("rollout", "reward", "learner")} | {
         f"ratio_mean/{j}": 1 + 1e-5 * wave * j for j in range(3)} | {f"ratio_std/{j}": 1e-5 * (j + 1) for j in range(3)}
     if step % 10 == 0:
