@@ -13,10 +13,10 @@ from ray.util import remove_placement_group
 
 from actors.placement import actor_options, place_learners
 from flowgrpo_ray import device as devices
+from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.learning import parallel
-from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.learning.state import read_learner_state, write_learner_state
 from flowgrpo_ray.plan import RankShard, StepPlan

@@ -151,14 +151,16 @@ class EvalShard:
 
 
 def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[EvalShard]:
-    """Evaluation shards: prompts in file order, one image size and negative prompt per shard, the last one padded."""
+    """Evaluation shards: the first image of every prompt in file order, then the second ones, and so on. A shard has one
+    image size and negative prompt; the last one of a kind is padded."""
     e, m = config.eval, config.eval.micro_batch or config.sampling.micro_batch
-    kinds: dict[tuple[int, int, str | None], list[tuple[int, int]]] = {}
+    kinds: dict[tuple[int, int, str | None], list[int]] = {}
     for prompt, record in enumerate(records[: e.num_prompts]):
         kind = (record.height or config.sampling.height, record.width or config.sampling.width, record.negative_prompt)
-        kinds.setdefault(kind, []).extend((prompt, image) for image in range(e.images_per_prompt))
+        kinds.setdefault(kind, []).append(prompt)
     shards = []
-    for (height, width, negative), items in kinds.items():
+    for (height, width, negative), prompts in kinds.items():
+        items = [(prompt, image) for image in range(e.images_per_prompt) for prompt in prompts]
         for start in range(0, len(items), m):
             part = items[start : start + m]
             padding = m - len(part)

@@ -172,7 +172,7 @@ def test_evaluation_covers_each_image_once_in_shards_of_one_shape():
     padded = [shard for shard in shards if shard.padding]
     assert [shard.padding for shard in padded] == [2]
     assert set(padded[0].items[-2:]) <= set(padded[0].items[:-2])
-    assert shards[0].prompts == [0, 1]
+    assert shards[0].prompts == [0, 1, 3, 4], "the first images of all prompts of a kind come first"
 
 
 def test_evaluation_of_the_first_prompts_only():
