@@ -1,6 +1,6 @@
 # Set-up, demo and tests. All it needs is make and a Python from 3.11 on; everything goes into .venv.
 #   make demo       train the tiny model on this machine, in minutes
-#   make test       tests without the slow ones; make test-all runs every one
+#   make test       the test suite; make test-slow the runs that train for minutes; make test-all both
 #   make install    only the set-up; PYTHON=python3.12 picks the interpreter, TORCH=... what to install for torch
 
 VENV := .venv
@@ -10,9 +10,9 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 PYTHON ?=
 
-.PHONY: demo test test-all install clean
-demo test test-all: export OMP_NUM_THREADS := 1
-demo test test-all: export MKL_NUM_THREADS := 1
+.PHONY: demo test test-slow test-all install clean
+demo test test-slow: export OMP_NUM_THREADS := 1
+demo test test-slow: export MKL_NUM_THREADS := 1
 
 demo: install
 	$(VENV)/bin/flowgrpo-ray train configs/tiny_ocr.yaml run.name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -20,8 +20,10 @@ demo: install
 test: install
 	$(PY) -m pytest -m "not slow"
 
-test-all: install
-	$(PY) -m pytest
+test-slow: install
+	$(PY) -m pytest -m slow
+
+test-all: test test-slow
 
 install: $(STAMP)
 
@@ -29,14 +31,14 @@ $(STAMP): pyproject.toml
 	@set -e; \
 	if [ ! -x $(PY) ]; then \
 	  found=""; \
-	  for candidate in $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3 python); do \
+	  for candidate in $(or $(PYTHON),python3.12 python3.11 python3.13 python3 python); do \
 	    if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	      found=$$candidate; break; \
 	    fi; \
 	  done; \
 	  if [ -z "$$found" ]; then \
 	    echo "error: no Python from 3.11 on with the venv module was found" \
-	         "(looked at $(or $(PYTHON),python3.14 to python3.11, python3 and python))." >&2; \
+	         "(looked at $(or $(PYTHON),python3.11 to python3.13, python3 and python))." >&2; \
 	    echo "Install one (on Debian and Ubuntu its package is called python3-venv)," \
 	         "or name it: make install PYTHON=/path/to/python3" >&2; \
 	    exit 1; \

@@ -308,7 +308,8 @@ class Controller:
 
     def _reset_clocks(self) -> None:
         self._learner_seconds = 0.0
-        for counter in (self.sampling.seconds, self.sampling.calls, self.sampling.peak, self.scoring.seconds, self.scoring.calls):
+        sampling, scoring = self.sampling, self.scoring
+        for counter in (sampling.seconds, sampling.calls, sampling.peak, scoring.seconds, scoring.calls):
             counter.clear()
 
     def _speed(self, row: Row, seconds: float) -> Row:
@@ -365,12 +366,16 @@ def sample_request(config: Config, run_id: str, group: GroupPlan, shard: ShardPl
 
 def _merge(updates: list[Row]) -> Row:
     """One row from the updates of a step: counts add up, totals are the last, the gate is the first's, the rest means."""
-    summed, last = ("valid_samples", "masked_samples", "nonzero_advantages"), ("updates", "skipped_updates", "idle_updates", "ema_decay")
+    summed = {"valid_samples", "masked_samples", "nonzero_advantages"}
+    last = {"updates", "skipped_updates", "idle_updates", "ema_decay"}
+    first = {"first_update_log_ratio_max"}
     row: Row = {}
-    for key in updates[0]:
+    for key in updates[0].keys() - {"seconds", "cpu_seconds"}:
         values = [update[key] for update in updates]
-        row[key] = (sum(values) if key in summed else values[-1] if key in last else values[0] if key == "first_update_log_ratio_max"
-                    else sum(values) / len(values))
-    for key in ("seconds", "cpu_seconds"):
-        row.pop(key)
+        if key in summed:
+            row[key] = sum(values)
+        elif key in first | last:
+            row[key] = values[0 if key in first else -1]
+        else:
+            row[key] = sum(values) / len(values)
     return row

@@ -104,11 +104,9 @@ class LearnerGroup:
         self.world_size, self._timeout = pool.replicas, pool.timeout_s
         self.group = place_learners(config)
         tree = config.model_dump(mode="json")
-        self.actors = [
-            ray.remote(actor_class).options(**actor_options(pool, f"{run_id}-learner-{rank}", group=self.group, bundle=rank)).remote(
-                tree, pool.num_gpus > 0, run_id, pool.nice)
-            for rank in range(self.world_size)
-        ]
+        remote = ray.remote(actor_class)
+        options = [actor_options(pool, f"{run_id}-learner-{rank}", self.group, rank) for rank in range(self.world_size)]
+        self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}
         self._last_progress = time.monotonic()
 

@@ -58,7 +58,9 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
         ray.shutdown()
 
 
-def train(config: Config, observer: Observer, address: str | None = None, controller_class: type[Controller] = Controller) -> str:
+def train(
+    config: Config, observer: Observer, address: str | None = None, controller_class: type[Controller] = Controller
+) -> str:
     """Check everything, run the training, return the URI of the run directory.
 
     Raises:

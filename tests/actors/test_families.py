@@ -74,7 +74,8 @@ def _image(pipeline, policy, config) -> np.ndarray:
     with torch.no_grad():
         return pipeline(
             prompt=['the word "ab"'], height=s.height, width=s.width, num_inference_steps=4, guidance_scale=s.guidance_scale,
-            max_sequence_length=config.model.max_sequence_length, latents=_latents(policy, config), output_type="np", **negative,
+            max_sequence_length=config.model.max_sequence_length, latents=_latents(policy, config), output_type="np",
+            **negative,
         ).images
 
 
