@@ -33,7 +33,7 @@ from benchmarks.measure import (
     spread,
     take_turns,
 )
-from flowgrpo_ray.config import Config
+from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.plan import plan_step
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
@@ -112,7 +112,7 @@ def measure(config: Config, *, guidance: Sequence[float], repeats: int, batch: i
         tree = config.model_dump(mode="json")
         tree["sampling"] |= {"micro_batch": batch, "group_size": max(2, batch)}
         tree["train"]["micro_batch"] = None
-        config = type(config).model_validate(tree)
+        config = from_tree(tree)
     records = check(config).train
     where = device_of(device, config)
     policy = load_policy(config.model, device=where)

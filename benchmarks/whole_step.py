@@ -59,7 +59,7 @@ from benchmarks.measure import (
     split_words,
     spread,
 )
-from flowgrpo_ray.config import Config, load, to_yaml
+from flowgrpo_ray.config import Config, from_tree, load, to_yaml
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.live import LiveView, PlainView
 from flowgrpo_ray.metrics import Row
@@ -76,7 +76,7 @@ def only_steps(config: Config, folder: str, name: str, steps: int) -> Config:
     tree["run"] |= {"name": name, "dir": folder, "steps": steps, "resume": "never"}
     tree["eval"] |= {"every_steps": 0, "at_start": False, "at_end": False}
     tree["checkpoint"] |= {"every_steps": 0}
-    return type(config).model_validate(tree)
+    return from_tree(tree)
 
 
 def sequential(config: Config, folder: str, *, steps: int, warmup: int) -> dict[str, Any]:
@@ -163,6 +163,12 @@ class Marks:
         """Differences of the measured steps."""
         return [b - a for a, b in zip(marks[self._warmup : -1], marks[self._warmup + 1 :], strict=True)]
 
+    @property
+    def others(self) -> float:
+        """Core-seconds that other programs took during the measured steps."""
+        own = sum(self.spent.values()) + sum(self.steps(self.cpu))
+        return max(0.0, self.all_spent - own)
+
 
 def run_actors(config: Config, *, steps: int, warmup: int, view: str) -> Marks:
     """Train on real actors, marking every step."""
@@ -193,7 +199,6 @@ def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: 
     roles: Counter[str] = Counter()
     for marks in runs:
         roles.update(marks.spent)
-    others = sum(marks.all_spent for marks in runs) - roles.total() - sum(cpus)
     return {
         "variant": name, "steps": steps, "images": plain["images"], "step_seconds": step,
         "images_per_s": plain["images"] / step["median"], "driver_cpu_seconds": driver,
@@ -202,7 +207,9 @@ def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: 
         "role_shares": {key: spread([row[key] for row in measured])["median"] for key in SHARES},
         "cpu_seconds_by_process": {
             role: seconds / steps for role, seconds in roles.most_common() if seconds / steps >= 0.005},
-        "share_of_others": max(0.0, others / (cores() * sum(walls))),
+        "share_of_others": sum(marks.others for marks in runs) / (cores() * sum(walls)),
+        "rounds": [{"step_seconds": spread(marks.steps(marks.wall)),
+                    "share_of_others": marks.others / (cores() * sum(marks.steps(marks.wall)))} for marks in runs],
         "baseline_step_seconds": plain["step_seconds"]["median"],
         "speed_up": plain["step_seconds"]["median"] / step["median"], "baseline": plain,
     }

@@ -18,9 +18,26 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not
 from benchmarks import baseline, gpu_check, learner, measure, sampler, whole_step  # noqa: E402
 from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
 
-SMALL = ["rewards={jpeg_compressibility: {}}", "sampling.num_steps=4", "sampling.group_size=2",
-         "sampling.groups_per_step=2", "sampling.micro_batch=2", "sampling.window={size: 2, range: [0, 3]}",
-         "lora.rank=4", "lora.alpha=8"]
+SMALL = {
+    "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},
+    "lora": {"rank": 4},
+    "data": {"train_prompts": "builtin:tiny/train.txt"},
+    "sampling": {"noise_level": 0.8, "num_steps": 4, "height": 32, "width": 64, "group_size": 2, "groups_per_step": 2,
+                 "micro_batch": 2, "window": {"size": 2, "range": [0, 3]}},
+    "rewards": {"jpeg_compressibility": {}},
+    "train": {"learning_rate": 1e-3, "updates_per_step": 2},
+    "loss": {"clip_low": 2e-3, "clip_high": 2e-3},
+    "pools": {"rollout": {"num_cpus": 0.1}, "learner": {"num_cpus": 0.1}},
+    "logging": {"tensorboard": False},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> str:
+    """A configuration file of the smallest size."""
+    path = tmp_path_factory.mktemp("benchmarks") / "small.yaml"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
 
 
 def all_finite(tree: Any) -> bool:
@@ -61,8 +78,8 @@ def test_a_wrong_command_line_is_explained(argv, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_sampler(capsys):
-    result = report(sampler.main, capsys, *SMALL, "--repeats", "2", "--batch", "3")
+def test_sampler(capsys, config):
+    result = report(sampler.main, capsys, config, "--repeats", "2", "--batch", "3")
     assert [case["guidance"] for case in result["cases"]] == [1.0, 3.0]
     assert [case["cfg"] for case in result["cases"]] == [False, True]
     for case in result["cases"]:
@@ -73,30 +90,30 @@ def test_sampler(capsys):
     assert "guidance 3 (CFG)" in capsys.readouterr().out
 
 
-def test_sampler_of_flux(capsys, tmp_path):
+def test_sampler_of_flux(capsys, config, tmp_path):
     folder = tiny_pipelines.build("flux_dev", tmp_path / "flux")
-    result = report(sampler.main, capsys, *SMALL, f"model.path={folder}", "--repeats", "1", "--guidance", "3.5")
+    result = report(sampler.main, capsys, config, f"model.path={folder}", "--repeats", "1", "--guidance", "3.5")
     (case,) = result["cases"]
     assert not case["cfg"] and case["largest_difference"] <= 0.5 / 255 + 1e-5
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_learner(capsys, guidance):
-    result = report(learner.main, capsys, *SMALL, f"sampling.guidance_scale={guidance}", "--repeats", "1")
+def test_learner(capsys, config, guidance):
+    result = report(learner.main, capsys, config, f"sampling.guidance_scale={guidance}", "--repeats", "1")
     assert (result["updates"], result["shards"], result["samples"], result["window"]) == (2, 2, 4, 2)
     assert result["distance_of_results"] <= 1e-3  # both sides did the same work
     learner.show(result)
     assert "ratio (target 0.95)" in capsys.readouterr().out
 
 
-def test_the_bare_loop_says_what_it_cannot_do(capsys):
-    assert learner.main([*SMALL, "loss.beta=0.1", "sampling.kernel=cps"]) == 2
+def test_the_bare_loop_says_what_it_cannot_do(capsys, config):
+    assert learner.main([config, "loss.beta=0.1", "sampling.kernel=cps"]) == 2
     error = capsys.readouterr().err
     assert "loss.beta is 0.1" in error and "sampling.kernel is 'cps'" in error
 
 
-def test_baseline(capsys):
-    result = report(baseline.main, capsys, *SMALL, "--steps", "2", "--warmup", "1")
+def test_baseline(capsys, config):
+    result = report(baseline.main, capsys, config, "--steps", "2", "--warmup", "1")
     assert tuple(result["phases"]) == baseline.PHASES and result["images"] == 4
     total = sum(result["phases"][name]["cpu"]["median"] for name in baseline.PURE)
     assert result["pure_core_seconds"] == pytest.approx(total)
@@ -104,10 +121,9 @@ def test_baseline(capsys):
     assert "images/s" in capsys.readouterr().out
 
 
-def test_whole_step(ray_cluster, capsys):
+def test_whole_step(ray_cluster, capsys, config):
     variant = "pools.placement=colocated"
-    small = [*SMALL, *(f"pools.{pool}={{num_cpus: 0.1}}" for pool in ("rollout", "learner"))]
-    result = report(whole_step.main, capsys, *small, "--variant", variant, "--steps", "2", "--warmup", "1",
+    result = report(whole_step.main, capsys, config, "--variant", variant, "--steps", "2", "--warmup", "1",
                     "--baseline-steps", "1")
     assert [v["variant"] for v in result["variants"]] == ["as configured", variant]
     for v in result["variants"]:
