@@ -116,6 +116,7 @@ class Controller:
         self.rewards = rewards
         if self.recorder.resume_from:
             self.learners.call("load", self.recorder.resume_from.uri)
+        self.recorder.open()
 
     def _spawner(self, actor_class: type, pool: Any, name: str, args: tuple) -> Callable[[int, int], Any]:
         def spawn(index: int, incarnation: int) -> Any:
@@ -164,6 +165,8 @@ class Controller:
         norms = self.publish(plan.version + 1)
         row = {"step": plan.step + 1, **_merge(updates), **step_row(plan, board.complete, advantages), **norms}
         row |= self._speed(row, time.perf_counter() - started) | {"time_sync": time.perf_counter() - learned}
+        if self.config.loss.beta == 0:
+            row.pop("kl")  # not measured: a 0 would look like one
         row |= {"dropped_groups": board.dropped_groups, "trajectory_bytes": board.trajectory_bytes}
         self.recorder.samples(plan.step + 1, plan, board.complete, advantages)
         return row

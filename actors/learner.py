@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -23,6 +24,8 @@ from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class LearnerMethods:
@@ -158,20 +161,24 @@ class LearnerGroup:
             cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
             raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
         except ray.exceptions.RayError as error:
-            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}") from error
+            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}\nThe same command goes on from the newest "
+                                "checkpoint") from error
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Issue a call to all ranks and wait for all answers, in rank order."""
         return self._get(self.cast(method, *args), timeout_s or self._timeout)
 
     def _get(self, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
-        waiting, values = list(refs), {}
+        waiting, values, deadline = list(refs), {}, time.monotonic() + timeout_s
         while waiting:
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
-            if not done:
-                names = ", ".join(self.pending[ref] for ref in waiting)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(30.0, deadline - time.monotonic())))
+            names = ", ".join(self.pending[ref] for ref in waiting)
+            if not done and time.monotonic() >= deadline:
                 raise FlowGrpoError(f"no answer within {timeout_s:g} s from {names}")
+            if not done:
+                log.info("waiting for %s", names)
+                continue
             values[done[0]] = self.reap(done[0])
         return [values[ref] for ref in refs]
 

@@ -49,7 +49,8 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
             raise ResourceError(f"cannot connect to Ray at {address} (--address or RAY_ADDRESS): {error}") from error
     else:
         need = asked(config)
-        ray.init(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
+        # "local": a head that runs here already, or the trace of a dead one, is somebody else's.
+        ray.init(address="local", num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
     if callable(on_terminate) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its crash handler in place of the caller's
     try:

@@ -30,7 +30,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field("flowgrpo", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run (letters, digits, . _ -)")
+    name: str = Field(
+        "flowgrpo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run (letters, digits, . _ -)")
     dir: str = Field("runs", description="Folder or pyarrow.fs URI (s3://, gs://); a run gets a folder of its name")
     steps: Positive = Field(100, description="Training steps in all, those before a resume included")
     resume: Literal["auto", "never", "must"] = Field(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_model
+from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards.base import option_problems, reward_class
 
@@ -34,12 +37,18 @@ def check(config: Config) -> Inputs:
     if problems:
         raise ConfigError("\n".join(problems))
     check_model(config.model)
-    train = load_prompts(config.data.train_prompts)
-    evaluation = load_prompts(config.data.eval_prompts) if config.data.eval_prompts else []
-    _check_prompts(config, "data.train_prompts", config.data.train_prompts, train)
-    if evaluation:
-        _check_prompts(config, "data.eval_prompts", config.data.eval_prompts, evaluation)
+    train = _prompts(config, "data.train_prompts", config.data.train_prompts)
+    evaluation = _prompts(config, "data.eval_prompts", config.data.eval_prompts) if config.data.eval_prompts else []
     return Inputs(train, evaluation)
+
+
+def _prompts(config: Config, key: str, uri: str) -> list[PromptRecord]:
+    try:
+        records = load_prompts(uri)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    _check_prompts(config, key, uri, records)
+    return records
 
 
 def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecord]) -> None:
@@ -52,9 +61,22 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             raise ConfigError(f"{key}: {len(bad)} of {len(records)} prompts in {uri} cannot be scored by reward {name}:\n"
                               + "\n".join(lines) + rest)
-    sizes = {(r.height or config.sampling.height, r.width or config.sampling.width) for r in records}
-    odd = [size for size in sizes if size[0] % 8 or size[1] % 8]
-    if odd:
-        height, width = odd[0]
-        raise ConfigError(f"{key}: image size {height}x{width} is not a multiple of 8; the nearest right one is "
-                          f"{max(8, round(height / 8) * 8)}x{max(8, round(width / 8) * 8)}")
+    _check_sizes(config, key, records)
+
+
+def _check_sizes(config: Config, key: str, records: list[PromptRecord]) -> None:
+    """Image sizes fit the model's latent cells and patches (of a model on the hub, those of its family: 16 pixels)."""
+    source = find(config.model)
+    unit, largest = 16, None
+    if source.local:
+        folder = Path(source.location)
+        vae, transformer = (json.loads((folder / part / "config.json").read_text()) for part in ("vae", "transformer"))
+        unit = 2 ** (len(vae["block_out_channels"]) - 1) * 2  # both families cut the latent into patches of 2
+        largest = unit * (transformer["pos_embed_max_size"] or 0) if source.family == "sd3" else None
+    for height, width in sorted({(r.height or config.sampling.height, r.width or config.sampling.width) for r in records}):
+        right = [min(max(unit, round(side / unit) * unit), largest or side + unit) for side in (height, width)]
+        if [height, width] != right:
+            rule = f"multiples of {unit}" + (f" up to {largest}" if largest else "")
+            raise ConfigError(f"sampling.height x sampling.width (or the records of {key}): {height}x{width} does not fit "
+                              f"model.path {config.model.path}, which makes {rule}; the nearest right one is "
+                              f"{right[0]}x{right[1]}")

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Opens a run directory (new, or to be resumed) and writes all that the driver writes.
+    """A run directory (new, or to be resumed), and all that the driver writes into it after `open`.
 
     Attributes:
         run_dir: URI of the run's folder.
@@ -44,21 +44,27 @@ class Recorder:
         self.start_step = self.resume_from.step if self.resume_from else 0
         state = self.resume_from.state if self.resume_from else {}
         self.totals: dict[str, float] = dict(state.get("totals", {}))
+        self._wandb_run_id: str | None = state.get("wandb_run_id")
+        self._trackers: list[Any] = []
+        self._wandb: WandbLogger | None = None
+        self._opened = False
+
+    def open(self) -> None:
+        """Write the run's identity and cut rows beyond the checkpoint. Called once the actors are up: a run that could not
+        start leaves its folder as it was."""
+        config, cut = self.config, self.start_step if self.resume_from else -1
         storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps({"run_id": self.run_id}).encode())
         storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(config).encode())
-        every = config.logging.flush_every_steps
-        cut = self.start_step if self.resume_from else -1
-        self._metrics = MetricsWriter(self.run_dir, every)
+        self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps)
         self._metrics.truncate(cut)
-        self._samples = SampleWriter(self.run_dir, every)
+        self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps)
         self._samples.truncate(cut)
-        self._trackers: list[Any] = []
+        self._opened = True
         if config.logging.tensorboard:
             self._trackers.append(TensorBoardLogger(self.run_dir, self.start_step if self.resume_from else None))
-        self._wandb: WandbLogger | None = None
         if config.logging.wandb_project:
             self._wandb = WandbLogger(config.logging.wandb_project, config.run.name, config.model_dump(mode="json"),
-                                      state.get("wandb_run_id"))
+                                      self._wandb_run_id)
             self._trackers.append(self._wandb)
 
     def _identity(self) -> str | None:
@@ -82,8 +88,18 @@ class Recorder:
         elif self.config.run.resume == "must":
             raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
         elif known:
+            self._refuse_damaged(known)
             self._refuse_other_config(tree)
         return info
+
+    def _refuse_damaged(self, known: str) -> None:
+        """Starting over would write over a run whose checkpoints are damaged or another run's: that is for a person to
+        decide. (A folder that was never committed is no checkpoint and does not count.)"""
+        folder = storage.join(self.run_dir, "checkpoints")
+        for name in storage.list_dir(folder):
+            uri = storage.join(folder, name)
+            if storage.size(storage.join(uri, checkpoint.TOKEN)) is not None:
+                checkpoint.check_compatible(checkpoint.open_checkpoint(uri), self.config.result_hash(), run_id=known)
 
     def _refuse_other_config(self, tree: dict[str, Any]) -> None:
         """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
@@ -140,6 +156,8 @@ class Recorder:
             tracker.flush()
 
     def close(self) -> None:
+        if not self._opened:
+            return
         self.flush()
         for tracker in self._trackers:
             tracker.close()

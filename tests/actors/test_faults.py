@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import faulty
 import numpy as np
 import pytest
 from runs import assert_same_bits, run, small_config
 
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, RatioError, ResourceError, SyncError
+from flowgrpo_ray.checkpoint import latest
+from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, RatioError, ResourceError, SyncError
+from flowgrpo_ray.metrics import read_metrics
 from flowgrpo_ray.samples import read_samples
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -32,7 +36,9 @@ def fault_dir(tmp_path, monkeypatch):
 
 def reward_overrides(fault: str, fault_dir, **more) -> dict:
     env = {"FAULT": fault, "FAULT_DIR": str(fault_dir)}
-    return {f"pools.reward.{REWARD}.env": env, f"rewards.{REWARD}.timeout_s": 5.0, **more}
+    # Long enough for a starved machine where nothing hangs.
+    timeout = 10.0 if fault == "hang" else 60.0
+    return {f"pools.reward.{REWARD}.env": env, f"rewards.{REWARD}.timeout_s": timeout, **more}
 
 
 @pytest.mark.parametrize("fault", ["raise", "nan", "short", "hang", "die"])
@@ -127,6 +133,7 @@ def test_an_actor_that_cannot_start_says_why(folder):
     with pytest.raises(FlowGrpoError, match="could not start|learner rank 0") as caught:
         run(small_config(folder, "no-target", steps=1, overrides={"lora.targets": ["attn.to_qq"]}))
     assert "attn.to_q" in str(caught.value) and "Traceback" not in str(caught.value)
+    assert not (folder / "no-target").exists(), "a run that could not start leaves no folder behind"
 
 
 def test_too_few_resources_are_named(folder):
@@ -139,6 +146,16 @@ def test_a_folder_with_another_run_is_refused(folder, sound):
         run(small_config(folder, "sound", steps=3, overrides={"train.learning_rate": 5e-4}))
     with pytest.raises(FlowGrpoError, match="run.resume is never"):
         run(small_config(folder, "sound", steps=3, overrides={"run.resume": "never"}))
+
+
+def test_a_damaged_checkpoint_is_not_written_over(folder):
+    """Starting over would lose the run: the damage is named, and the rows stay."""
+    finished = run(small_config(folder, "damaged", steps=1))
+    adapter = Path(latest(finished.run_dir).uri) / "ema" / "pytorch_lora_weights.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"ema/pytorch_lora_weights.safetensors"):
+        run(small_config(folder, "damaged", steps=2))
+    assert [row["step"] for row in read_metrics(finished.run_dir)] == [1]
 
 
 def test_prompts_that_cannot_be_scored_are_named_before_any_actor(folder, tmp_path):
