@@ -83,6 +83,9 @@ class Results:
         self.run_id = uuid.uuid4().hex[:12]
         self.grid_png: bytes | None = None
 
+    def open(self) -> None:
+        """Nothing is written."""
+
     def grid(self, weights: str, step: int, pngs: list[bytes], captions: Sequence[str]) -> None:
         self.grid_png = png_grid(pngs, captions=captions) if pngs else None
 
