@@ -63,7 +63,7 @@ class Controller:
         self._ema: Published | None = None
         self._learner_events: dict[ray.ObjectRef, Callable[[Any], None]] = {}
         self._conditionings: dict[tuple[int, int], ray.ObjectRef] = {}  # encoded ahead: (step, group)
-        self._learner_seconds = 0.0
+        self._learner_seconds = self._learner_peak = 0
         self.pools: list[ActorPool] = []
         self.learners: LearnerGroup | None = None
         self._started = time.perf_counter()
@@ -197,7 +197,7 @@ class Controller:
     def _learned(self, timing: Row | None) -> None:
         if timing:
             self._learner_seconds += timing["seconds"]
-            self.sampling.peak["learner"] = max(self.sampling.peak["learner"], timing["peak_memory"])
+            self._learner_peak = max(self._learner_peak, timing["peak_memory"])
 
     def _drive(self, what: str, done: Callable[[], bool]) -> None:
         """Handle events until `done()`; every call in flight has a deadline, and what is waited for is logged."""
@@ -310,9 +310,8 @@ class Controller:
         return run.row()
 
     def _reset_clocks(self) -> None:
-        self._learner_seconds = 0.0
-        sampling, scoring = self.sampling, self.scoring
-        for counter in (sampling.seconds, sampling.calls, sampling.peak, scoring.seconds, scoring.calls):
+        self._learner_seconds = self._learner_peak = self.sampling.peak_memory = 0
+        for counter in (self.sampling.seconds, self.sampling.calls, self.scoring.seconds, self.scoring.calls):
             counter.clear()
 
     def _speed(self, row: Row, seconds: float) -> Row:
@@ -332,7 +331,8 @@ class Controller:
             "time_learn": self._learner_seconds / self.learners.world_size,
         }
         speed |= {f"pool_actors/{pool.name}": len(pool.members) for pool in self.pools}
-        speed |= {f"peak_memory/{role}": value for role, value in self.sampling.peak.items() if value}
+        peaks = {"rollout": self.sampling.peak_memory, "learner": self._learner_peak}
+        speed |= {f"peak_memory/{role}": value for role, value in peaks.items() if value}
         return speed | ({"images_per_gpu_s": images / seconds / gpus} if gpus else {})
 
     def _record(self, row: Row) -> None:

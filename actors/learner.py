@@ -173,13 +173,13 @@ class LearnerGroup:
         while waiting:
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(30.0, deadline - time.monotonic())))
-            names = ", ".join(self.pending[ref] for ref in waiting)
-            if not done and time.monotonic() >= deadline:
-                raise FlowGrpoError(f"no answer within {timeout_s:g} s from {names}")
-            if not done:
-                log.info("waiting for %s", names)
+            if done:
+                values[done[0]] = self.reap(done[0])
                 continue
-            values[done[0]] = self.reap(done[0])
+            names = ", ".join(self.pending[ref] for ref in waiting)
+            if time.monotonic() >= deadline:
+                raise FlowGrpoError(f"no answer within {timeout_s:g} s from {names}")
+            log.info("waiting for %s", names)
         return [values[ref] for ref in refs]
 
     def shutdown(self) -> None:

@@ -29,7 +29,7 @@ class Sampling:
         self._negatives: dict[str, ray.ObjectRef] = {}
         self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()  # largest accelerator bytes by role
+        self.peak_memory = 0  # largest accelerator bytes of a call
 
     def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None], attempt: int = 1) -> None:
         """Encode one prompt; `on_ref` gets the ref of its conditioning."""
@@ -64,7 +64,7 @@ class Sampling:
         def done(meta: SampleMeta, rest: list[ray.ObjectRef]) -> None:
             self.seconds["sample"] += meta.seconds
             self.calls["sample"] += 1
-            self.peak["rollout"] = max(self.peak["rollout"], meta.peak_memory)
+            self.peak_memory = max(self.peak_memory, meta.peak_memory)
             on_sample(meta, *rest)
 
         def failed(error: Exception) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_model
-from flowgrpo_ray.policies.source import find
+from flowgrpo_ray.policies.source import ModelSource, check_size
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards.base import option_problems, reward_class
 
@@ -36,18 +36,19 @@ def check(config: Config) -> Inputs:
                 for text in option_problems(name, reward.options)]
     if problems:
         raise ConfigError("\n".join(problems))
-    check_model(config.model)
-    train = _prompts(config, "data.train_prompts", config.data.train_prompts)
-    evaluation = _prompts(config, "data.eval_prompts", config.data.eval_prompts) if config.data.eval_prompts else []
+    rule, d = _size_rule(check_model(config.model)), config.data
+    train = _prompts(config, "data.train_prompts", d.train_prompts, rule)
+    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule) if d.eval_prompts else []
     return Inputs(train, evaluation)
 
 
-def _prompts(config: Config, key: str, uri: str) -> list[PromptRecord]:
+def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:
     try:
         records = load_prompts(uri)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     _check_prompts(config, key, uri, records)
+    _check_sizes(config, key, records, rule)
     return records
 
 
@@ -61,22 +62,26 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             raise ConfigError(f"{key}: {len(bad)} of {len(records)} prompts in {uri} cannot be scored by reward {name}:\n"
                               + "\n".join(lines) + rest)
-    _check_sizes(config, key, records)
 
 
-def _check_sizes(config: Config, key: str, records: list[PromptRecord]) -> None:
-    """Image sizes fit the model's latent cells and patches (of a model on the hub, those of its family: 16 pixels)."""
-    source = find(config.model)
-    unit, largest = 16, None
-    if source.local:
-        folder = Path(source.location)
+def _size_rule(source: ModelSource) -> tuple[int, int | None]:
+    """Pixels that both sides of an image are a multiple of, and the largest side; 16 and none for a model on the hub, whose
+    networks are not there to be asked yet."""
+    if not source.local:
+        return 16, None
+    folder = Path(source.location)
+    try:
         vae, transformer = (json.loads((folder / part / "config.json").read_text()) for part in ("vae", "transformer"))
         unit = 2 ** (len(vae["block_out_channels"]) - 1) * 2  # both families cut the latent into patches of 2
-        largest = unit * (transformer["pos_embed_max_size"] or 0) if source.family == "sd3" else None
-    for height, width in sorted({(r.height or config.sampling.height, r.width or config.sampling.width) for r in records}):
-        right = [min(max(unit, round(side / unit) * unit), largest or side + unit) for side in (height, width)]
-        if [height, width] != right:
-            rule = f"multiples of {unit}" + (f" up to {largest}" if largest else "")
-            raise ConfigError(f"sampling.height x sampling.width (or the records of {key}): {height}x{width} does not fit "
-                              f"model.path {config.model.path}, which makes {rule}; the nearest right one is "
-                              f"{right[0]}x{right[1]}")
+        return unit, unit * transformer["pos_embed_max_size"] if source.family == "sd3" else None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path {source.location!r}: the configuration of its vae or transformer cannot be read: "
+                          f"{type(error).__name__}: {error}") from None
+
+
+def _check_sizes(config: Config, key: str, records: list[PromptRecord], rule: tuple[int, int | None]) -> None:
+    for size in sorted({(r.height or config.sampling.height, r.width or config.sampling.width) for r in records}):
+        try:
+            check_size(*size, *rule)
+        except ConfigError as error:
+            raise ConfigError(f"sampling.height and sampling.width (or the records of {key}): {error}") from None

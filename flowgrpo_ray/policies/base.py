@@ -224,17 +224,6 @@ class Policy(ABC):
         """Latents in the VAE's layout [m, C, h, w]."""
         return x
 
-    def _check_size(self, height: int, width: int, multiple: int, largest: int | None = None) -> None:
-        """Raise ConfigError unless both sides are multiples (of pixels), and at most `largest`."""
-        for name, value in (("height", height), ("width", width)):
-            near = max(multiple, round(value / multiple) * multiple)
-            if largest is not None:
-                near = min(near, largest // multiple * multiple)
-            if value < 1 or value % multiple or (largest is not None and value > largest):
-                limit = f" up to {largest}" if largest is not None else ""
-                raise ConfigError(f"image {name} is {value} pixels; this model makes multiples of {multiple}{limit}, "
-                                  f"and the nearest is {near}")
-
 
 def _quiet_libraries() -> None:
     """No progress bars of the loaders: in an actor they would only clutter its log."""

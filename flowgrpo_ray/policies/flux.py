@@ -8,6 +8,7 @@ from diffusers import FluxPipeline
 from torch import Tensor
 
 from flowgrpo_ray.policies.base import Conditioning, Policy
+from flowgrpo_ray.policies.source import check_size
 from flowgrpo_ray.sampling.schedule import sigma_table
 
 PACK = 2  # a token is a 2 x 2 patch of latent cells
@@ -72,7 +73,7 @@ class FluxPolicy(Policy):
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         side = self.vae_scale_factor * PACK
-        self._check_size(height, width, side)
+        check_size(height, width, side)
         return height // side, width // side
 
     def _image_ids(self, height: int, width: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_ray.config import ModelConfig
 from flowgrpo_ray.policies.base import Conditioning, Policy
-from flowgrpo_ray.policies.source import ModelSource
+from flowgrpo_ray.policies.source import ModelSource, check_size
 from flowgrpo_ray.sampling.schedule import sigma_table
 
 T5 = ("text_encoder_3", "tokenizer_3")
@@ -54,7 +54,7 @@ class SD3Policy(Policy):
         """(channels, height / f, width / f)."""
         config = self.pipeline.transformer.config
         multiple = self.vae_scale_factor * config.patch_size
-        self._check_size(height, width, multiple, largest=config.pos_embed_max_size * multiple)
+        check_size(height, width, multiple, largest=config.pos_embed_max_size * multiple)
         return config.in_channels, height // self.vae_scale_factor, width // self.vae_scale_factor
 
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:

@@ -33,7 +33,7 @@ class ModelSource:
         return isinstance(entry, (list, tuple)) and entry[0] is not None
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig) -> ModelSource:
     """Check that the base model can be reached and is of a known family; loads no weight.
 
     For a hub name only `model_index.json` is fetched (or found in the hub's cache).
@@ -41,7 +41,19 @@ def check_model(model: ModelConfig) -> None:
     Raises:
         ConfigError: no such folder, a folder that is no diffusers pipeline, an unknown family, or an unreachable hub.
     """
-    find(model)
+    return find(model)
+
+
+def check_size(height: int, width: int, multiple: int, largest: int | None = None) -> None:
+    """Raise ConfigError unless both sides (pixels) are multiples, and at most `largest`."""
+    for name, value in (("height", height), ("width", width)):
+        near = max(multiple, round(value / multiple) * multiple)
+        if largest is not None:
+            near = min(near, largest // multiple * multiple)
+        if value < 1 or value % multiple or (largest is not None and value > largest):
+            limit = f" up to {largest}" if largest is not None else ""
+            raise ConfigError(f"image {name} is {value} pixels; this model makes multiples of {multiple}{limit}, "
+                              f"and the nearest is {near}")
 
 
 def find(model: ModelConfig) -> ModelSource:
