@@ -105,7 +105,7 @@ class Controller:
             self.pools.append(self.rollouts)
         self.learners = self.group_class(config, run_id, self.colocated_class if self.colocated else self.learner_class)
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
-        self.learners.start(p.start_timeout_s)
+        self.learners.start(p.start_timeout_s, self._show_activity)
         if self.colocated:
             self.rollouts = ActorPool("colocated", self.learners.world_size, lambda index, _: self.learners.actors[index],
                                       prepare=self._prepare, respawns=False, **common)
@@ -210,11 +210,15 @@ class Controller:
                 value = self.learners.reap(ref)
                 self._learner_events.pop(ref, lambda _: None)(value)
             self.learners.check_deadline()
-            doing = {pool.name: pool.activity() for pool in self.pools} | {"learner": self.learners.activity()}
-            self.observer.activity(doing)
+            doing = self._show_activity()
             if time.monotonic() - last_log > 30:
                 log.info("waiting for %s: %s", what, doing)
                 last_log = time.monotonic()
+
+    def _show_activity(self) -> dict[str, list[str]]:
+        doing = {pool.name: pool.activity() for pool in self.pools} | {"learner": self.learners.activity()}
+        self.observer.activity(doing)
+        return doing
 
     # Weights ----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -113,10 +114,11 @@ class LearnerGroup:
         self.pending: dict[ray.ObjectRef, str] = {}
         self._last_progress = time.monotonic()
 
-    def start(self, timeout_s: float) -> None:
-        """Form the group; all ranks load the model at the same time."""
-        address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s)[0]
-        self._get(self.cast_each("setup", [(rank, self.world_size, address) for rank in range(self.world_size)]), timeout_s)
+    def start(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
+        """Form the group; all ranks load the model at the same time. `watch` is called several times a second."""
+        address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
+        setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
+        self._get(self.cast_each("setup", setup), timeout_s, watch)
 
     def cast(self, method: str, *args: Any) -> list[ray.ObjectRef]:
         """Issue a call to all ranks without waiting; its failure shows at the next `reap`."""
@@ -168,18 +170,22 @@ class LearnerGroup:
         """Issue a call to all ranks and wait for all answers, in rank order."""
         return self._get(self.cast(method, *args), timeout_s or self._timeout)
 
-    def _get(self, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
-        waiting, values, deadline = list(refs), {}, time.monotonic() + timeout_s
+    def _get(self, refs: list[ray.ObjectRef], timeout_s: float, watch: Callable[[], None] = lambda: None) -> list[Any]:
+        waiting, values, last_log = list(refs), {}, time.monotonic()
+        deadline = last_log + timeout_s
         while waiting:
+            watch()
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(30.0, deadline - time.monotonic())))
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(0.25, deadline - time.monotonic())))
             if done:
                 values[done[0]] = self.reap(done[0])
                 continue
             names = ", ".join(self.pending[ref] for ref in waiting)
             if time.monotonic() >= deadline:
                 raise FlowGrpoError(f"no answer within {timeout_s:g} s from {names}")
-            log.info("waiting for %s", names)
+            if time.monotonic() - last_log > 30:
+                log.info("waiting for %s", names)
+                last_log = time.monotonic()
         return [values[ref] for ref in refs]
 
     def shutdown(self) -> None:

@@ -10,8 +10,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowgrpo_ray.config import Config, PoolConfig
+from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
+from flowgrpo_ray.sections import PoolConfig
 
 log = logging.getLogger(__name__)
 

@@ -92,10 +92,10 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
     The same command goes on from the newest checkpoint of the run of that name.
     """
-    from flowgrpo_ray import storage
+    from flowgrpo_ray import offline, storage
     from flowgrpo_ray.config import load
 
-    settings = load(config, overrides)
+    settings = load(config, [*offline.place_of(config), *(overrides or [])])
     console = _prepare(settings)
     from flowgrpo_ray.live import open_view, print_summary
 
@@ -151,7 +151,7 @@ def evaluate(
         raise ConfigError("--adapter and --checkpoint both name what to evaluate; give one of them")
     if ema and checkpoint is None:
         raise ConfigError("--ema picks the EMA weights of a checkpoint: give --checkpoint STEP or --checkpoint latest")
-    settings = load(config, overrides)
+    settings = load(config, [*offline.place_of(config), *(overrides or [])])
     info = None
     if checkpoint is not None:
         info = offline.find_checkpoint(storage.join(settings.run.dir, settings.run.name), checkpoint)
@@ -202,8 +202,8 @@ def sample(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that the images go into")] = Path("samples"),
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; default eval.num_steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; default is the evaluation's")] = None,
-    height: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.height")] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.width")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.height, or the model's own")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels; default sampling.width, or the model's own")] = None,
     kernel: Annotated[str | None, typer.Option(
         metavar="NAME", help="Sample with an SDE: flow_sde, cps or dance_sde; default is the ODE")] = None,
     noise_level: Annotated[float | None, typer.Option(help="With --kernel: a; default sampling.noise_level")] = None,
@@ -220,8 +220,11 @@ def sample(
         raise ConfigError("give a configuration or --model PATH, one of the two: both say which model samples")
     if model is not None:
         overrides = [*overrides, f"model.path={json.dumps(model)}"]
+    base = _load_or_default(config, overrides)
+    if model is not None:
+        height, width = offline.image_size(base.model, height, width)
     settings = offline.sampling_config(
-        _load_or_default(config, overrides), images=n, seed=seed, steps=steps, guidance=guidance, height=height,
+        base, images=n, seed=seed, steps=steps, guidance=guidance, height=height,
         width=width, kernel=kernel, noise_level=noise_level)
     records = _prompts(prompt, prompts)
     _prepare(settings, err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import Any
 
 from flowgrpo_ray import checkpoint, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo
-from flowgrpo_ray.config import Config, LoraSection, from_tree, load
+from flowgrpo_ray.config import Config, from_tree, load
 from flowgrpo_ray.errors import CheckpointError, ConfigError, nearest
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sections import LoraSection, ModelConfig
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 GRID_IMAGES = 64  # first images of a sampling that its grid shows
@@ -32,6 +34,14 @@ def check_run_dir(run_dir: str) -> str:
     near = [name for name in storage.list_dir(above) if holds_run(storage.join(above, name))]
     raise ConfigError(f"no run directory at {storage.display(run_dir)}"
                       f"{nearest(storage.base_name(run_dir), near)}")
+
+
+def place_of(config: str) -> list[str]:
+    """Overrides that make a configuration which lies in a run directory mean that run, wherever the command is given."""
+    file = Path(config).expanduser().absolute()
+    if file.name != "config.yaml" or not (file.parent / "run.json").is_file():
+        return []
+    return [f"run.dir={json.dumps(str(file.parent.parent))}", f"run.name={json.dumps(file.parent.name)}"]
 
 
 def find_checkpoint(run_dir: str, step: str) -> CheckpointInfo:
@@ -145,6 +155,22 @@ def sampling_config(
     for section, values in changes.items():
         tree[section] |= {key: value for key, value in values.items() if value is not None or key == "num_prompts"}
     return from_tree(tree)
+
+
+def image_size(model: ModelConfig, height: int | None, width: int | None) -> tuple[int, int]:
+    """(height, width) in pixels: what is given, and for the rest the size that the model was trained at."""
+    from flowgrpo_ray import tiny
+    from flowgrpo_ray.policies.source import component_config, find
+
+    if model.path == "builtin:tiny":
+        own = tiny.IMAGE_SIZE
+    else:
+        source = find(model)
+        vae = component_config(source, model, "vae")
+        # The transformer of FLUX does not say; its pipeline makes squares of 1024.
+        cells = component_config(source, model, "transformer").get("sample_size") if source.family == "sd3" else 128
+        own = ((cells or 128) * 2 ** (len(vae["block_out_channels"]) - 1),) * 2
+    return height or own[0], width or own[1]
 
 
 def sample(

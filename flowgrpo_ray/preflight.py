@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.policies import check_model
-from flowgrpo_ray.policies.source import ModelSource, check_size
+from flowgrpo_ray.policies import check_adapter, check_model
+from flowgrpo_ray.policies.source import ModelSource, check_size, component_config
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards.base import option_problems, reward_class
 
@@ -36,7 +34,10 @@ def check(config: Config) -> Inputs:
                 for text in option_problems(name, reward.options)]
     if problems:
         raise ConfigError("\n".join(problems))
-    rule, d = _size_rule(check_model(config.model)), config.data
+    source, d = check_model(config.model), config.data
+    rule = _size_rule(source, config)
+    if config.lora.targets is not None or config.lora.init_from is not None:
+        check_adapter(source, config.model, config.lora)
     train = _prompts(config, "data.train_prompts", d.train_prompts, rule)
     evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule) if d.eval_prompts else []
     return Inputs(train, evaluation)
@@ -64,19 +65,15 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
                               + "\n".join(lines) + rest)
 
 
-def _size_rule(source: ModelSource) -> tuple[int, int | None]:
-    """Pixels that both sides of an image are a multiple of, and the largest side; 16 and none for a model on the hub, whose
-    networks are not there to be asked yet."""
-    if not source.local:
-        return 16, None
-    folder = Path(source.location)
+def _size_rule(source: ModelSource, config: Config) -> tuple[int, int | None]:
+    """Pixels that both sides of an image are a multiple of, and the largest side (None: no limit)."""
+    vae, transformer = (component_config(source, config.model, part) for part in ("vae", "transformer"))
     try:
-        vae, transformer = (json.loads((folder / part / "config.json").read_text()) for part in ("vae", "transformer"))
         unit = 2 ** (len(vae["block_out_channels"]) - 1) * 2  # both families cut the latent into patches of 2
         return unit, unit * transformer["pos_embed_max_size"] if source.family == "sd3" else None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path {source.location!r}: the configuration of its vae or transformer cannot be read: "
-                          f"{type(error).__name__}: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"model.path {config.model.path!r}: the configuration of its vae or transformer lacks {error}"
+                          ) from None
 
 
 def _check_sizes(config: Config, key: str, records: list[PromptRecord], rule: tuple[int, int | None]) -> None:

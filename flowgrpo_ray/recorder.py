@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowgrpo_ray import checkpoint, storage
+from flowgrpo_ray import checkpoint, claim, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import CheckpointError
-from flowgrpo_ray.metrics import MetricsWriter, Row
+from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.plan import StepPlan
 from flowgrpo_ray.samples import SampleWriter, png_grid, write_grid
 from flowgrpo_ray.trackers import TensorBoardLogger, WandbLogger
@@ -32,13 +32,20 @@ class Recorder:
         resume_from: the checkpoint to go on from, or None.
 
     Raises:
-        CheckpointError: the folder holds another run, or a run under another configuration.
+        ConfigError: the folder is, or lies in, a file.
+        CheckpointError: the folder holds another run, a run under another configuration, or one that another process of
+            this machine is writing.
+        FlowGrpoError: rows of the run are damaged.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.run_dir = storage.join(config.run.dir, config.run.name)
+        storage.check_folder(self.run_dir)
         known = self._identity()
+        if known:
+            claim.check_free(self.run_dir)
+            read_metrics(self.run_dir)  # what is damaged is better known now than in the report at the end
         self.resume_from = self._checkpoint(known)
         self.run_id = known or uuid.uuid4().hex[:12]
         self.start_step = self.resume_from.step if self.resume_from else 0
@@ -53,6 +60,7 @@ class Recorder:
         """Write the run's identity and cut rows beyond the checkpoint. Called once the actors are up: a run that could not
         start leaves its folder as it was."""
         config, cut = self.config, self.start_step if self.resume_from else -1
+        self._claim = claim.take(self.run_dir)
         storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps({"run_id": self.run_id}).encode())
         storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(config).encode())
         self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps)
@@ -150,6 +158,8 @@ class Recorder:
             checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
 
     def flush(self) -> None:
+        """Write what is pending. Raises CheckpointError where another driver has taken the run over meanwhile."""
+        claim.check_held(self.run_dir, self._claim)
         self._metrics.flush()
         self._samples.flush()
         for tracker in self._trackers:
@@ -158,9 +168,12 @@ class Recorder:
     def close(self) -> None:
         if not self._opened:
             return
-        self.flush()
-        for tracker in self._trackers:
-            tracker.close()
+        try:
+            self.flush()
+            claim.release(self.run_dir)
+        finally:
+            for tracker in self._trackers:
+                tracker.close()
 
 
 def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> Row:

@@ -98,6 +98,16 @@ def size(uri: str) -> int | None:
     return info.size if info.type == fs.FileType.File else None
 
 
+def check_folder(uri: str) -> None:
+    """Raise ConfigError where a local folder cannot be made because it, or a folder above it, is a file."""
+    local = local_path(uri)
+    for path in [local, *local.parents] if local is not None else []:
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(f"{uri} cannot be a folder: {path} is a file")
+            return
+
+
 def list_dir(uri: str) -> list[str]:
     """Names in a folder, sorted; empty where there is no such folder."""
     filesystem, path = resolve(uri)

@@ -14,7 +14,9 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+import tiny_pipelines
 import yaml
 from PIL import Image
 from typer.testing import CliRunner, Result
@@ -253,6 +255,26 @@ def test_evaluation_of_a_checkpoint_is_the_one_of_training(trained, ray_cluster,
     assert f"{before['eval/policy/jpeg_compressibility']:.4f}" in table
 
 
+def test_a_configuration_in_a_run_folder_means_that_run(trained, tmp_path, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(trained[2], moved)
+    monkeypatch.chdir(tmp_path)  # a relative run.dir would be another place from here
+    result = cli("train", moved / "config.yaml", "run.steps=2")
+    assert "all 2 steps of this run are done" in result.output and str(moved) in result.output
+    result = cli("eval", "moved/config.yaml", "--checkpoint", "7", code=1)
+    assert "no checkpoint of step 7; the nearest is 2" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved"]
+
+
+def test_a_model_without_a_configuration_samples_at_its_own_size(tmp_path):
+    folder = tiny_pipelines.build("sd3_no_t5", tmp_path / "pipeline")
+    cli("sample", "--model", "builtin:tiny", "--prompt", 'the word "RAY"', "-n", "1", "--steps", "1", "--out", tmp_path / "a")
+    assert Image.open(tmp_path / "a/00_00.png").size == (64, 32)
+    cli("sample", "--model", folder, "--prompt", "a cat", "-n", "1", "--steps", "1", "--width", "32", "--out",
+        tmp_path / "b")
+    assert Image.open(tmp_path / "b/00_00.png").size == (32, 32)
+
+
 def test_samples_are_those_of_the_evaluation(trained, tmp_path):
     folder, config, run_dir, _, _ = trained
     prompts = [f'the word "{word}"' for word in _heldout(6)]
@@ -322,34 +344,37 @@ def test_a_truncated_checkpoint_is_refused(trained, tmp_path):
 
 
 def test_signals_end_the_run_and_its_actors(tmp_path):
-    """Ctrl-C gives 130, SIGTERM 143; no process of either run is left, and both leave a report."""
-    psutil = pytest.importorskip("psutil")
+    """Ctrl-C gives 130, SIGTERM 143, to the process or (as `timeout` and job systems do) to its group, which ends Ray's own
+    processes with it; no process of any run is left, and all leave a report."""
+    ways = {"interrupt": (130, lambda pid: os.kill(pid, signal.SIGINT)),
+            "terminate": (143, lambda pid: os.kill(pid, signal.SIGTERM)),
+            "terminate-group": (143, lambda pid: os.killpg(pid, signal.SIGTERM))}
     processes = {}
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        processes[number] = (start(folder, "train", write_config(folder), "run.steps=1000"), code, folder)
-    for number, (process, _, _) in processes.items():
+    for way in ways:
+        (tmp_path / way).mkdir()
+        processes[way] = start(tmp_path / way, "train", write_config(tmp_path / way), "run.steps=1000")
+    for way, process in processes.items():
         for line in process.stdout:
             if line.startswith("step    2/1000"):
                 break
-        process.send_signal(number)
-    for process, code, folder in processes.values():
+        ways[way][1](process.pid)
+    for way, process in processes.items():
+        folder = tmp_path / way
         _, err = process.communicate(timeout=120)
-        assert process.returncode == code, err
+        assert process.returncode == ways[way][0], (way, err)
         assert "Traceback" not in err and f"{folder}/runs/small/report.html" in err
         assert (folder / "runs/small/report.html").exists()
-        left = _with_home(psutil, folder)
+        left = _with_home(folder)
         for _ in range(60):
             if not left:
                 break
             time.sleep(0.5)
-            left = _with_home(psutil, folder)
+            left = _with_home(folder)
         assert not left
         assert checkpoint.latest(str(folder / "runs/small")).step >= 1, "the same command goes on from here"
 
 
-def _with_home(psutil, folder: Path) -> list[str]:
+def _with_home(folder: Path) -> list[str]:
     """Command lines of the processes that were started with this folder as their home."""
     found = []
     for process in psutil.process_iter():

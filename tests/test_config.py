@@ -209,3 +209,10 @@ def test_nearest():
     assert nearest("zz", ["b", "a"]) == "; the choices are b, a"
     assert nearest("zz", ["b", "a"], "run") == "; the choices in run are b, a"
     assert nearest("zz", []) == ""
+
+
+@pytest.mark.parametrize("text", ["run.steps=true", "loss.beta=false", "train.betas=true", "eval=true"])
+def test_a_truth_value_is_no_number(text):
+    with pytest.raises(ConfigError, match=f"{text.split('=')[0]}: is {text.split('=')[1]}, which is no number"):
+        load(None, ["rewards={ocr: {}}", text])
+    assert load(None, ["rewards={ocr: {}}", "logging.live=false"]).logging.live is False

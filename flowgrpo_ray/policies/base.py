@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_ray.config import ModelConfig
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.source import ModelSource, find
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.trajectory import to_wire
 
 
@@ -205,7 +205,7 @@ class Policy(ABC):
         time = torch.full((batch,), sigma, dtype=torch.float32, device=self.device)
         return time * float(self.pipeline.scheduler.config.num_train_timesteps)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode_float(self, x: Tensor, height: int, width: int) -> Tensor:
         """Images of latents x [m, *latent_shape]: float32 [m, 3, H, W] in [0, 1], decoded as the stock does."""
         vae = self.pipeline.vae

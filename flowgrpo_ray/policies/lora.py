@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flowgrpo_ray.config import LoraSection
 from flowgrpo_ray.errors import ConfigError, SyncError, nearest
+from flowgrpo_ray.sections import LoraSection
 
 if TYPE_CHECKING:
     from flowgrpo_ray.policies.base import Policy
@@ -195,7 +195,18 @@ def save_adapter(
             "target_modules": sorted(layers[name]),
         }
     pipeline_class.save_lora_weights(str(directory), weight_name=WEIGHTS_NAME, **arguments)
+    _sort_header(directory / WEIGHTS_NAME)
     return directory / WEIGHTS_NAME
+
+
+def _sort_header(file: Path) -> None:
+    """Write the file's header with its keys in order: safetensors writes the metadata in the order of a hash that differs
+    from process to process, and equal adapters should be equal files."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)  # the format aligns the tensors
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
 
 
 def load_adapter(directory: str | Path) -> tuple[dict[str, np.ndarray], LoraSettings]:

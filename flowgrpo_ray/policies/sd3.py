@@ -7,10 +7,10 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
-from flowgrpo_ray.config import ModelConfig
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.source import ModelSource, check_size
 from flowgrpo_ray.sampling.schedule import sigma_table
+from flowgrpo_ray.sections import ModelConfig
 
 T5 = ("text_encoder_3", "tokenizer_3")
 

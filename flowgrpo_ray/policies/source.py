@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_ray.config import ModelConfig
 from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
 BUILTIN_MODELS = ("builtin:tiny",)
@@ -36,12 +36,63 @@ class ModelSource:
 def check_model(model: ModelConfig) -> ModelSource:
     """Check that the base model can be reached and is of a known family; loads no weight.
 
-    For a hub name only `model_index.json` is fetched (or found in the hub's cache).
+    For a hub name only `model_index.json` is fetched (or found in the hub's cache). Of a local folder the weight files
+    are looked at too: present, and of the length that their headers say.
 
     Raises:
-        ConfigError: no such folder, a folder that is no diffusers pipeline, an unknown family, or an unreachable hub.
+        ConfigError: no such folder, a folder that is no diffusers pipeline or lacks weights, an unknown family, or an
+            unreachable hub.
     """
-    return find(model)
+    source = find(model)
+    if source.local:
+        unused = {"image_encoder"} | (set() if model.use_t5 else {"text_encoder_3"})
+        for name in sorted(source.index.keys() - unused):
+            folder = Path(source.location) / name
+            if source.has(name) and (folder / "config.json").is_file():  # a network, not a tokenizer or scheduler
+                _check_weights(model, folder)
+    return source
+
+
+def component_config(source: ModelSource, model: ModelConfig, name: str) -> dict[str, Any]:
+    """config.json of a component, of a folder or of the hub; raises ConfigError where it cannot be read."""
+    file = f"{name}/config.json"
+    try:
+        text = (Path(source.location) / file).read_text(encoding="utf-8") if source.local else _fetch(model, file)
+        tree = json.loads(text)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}, not a mapping")
+        return tree
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {model.path!r}: {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _check_weights(model: ModelConfig, folder: Path) -> None:
+    """A network's folder has weight files (all shards that its index names), and safetensors files are whole."""
+    from safetensors import SafetensorError, safe_open
+
+    where = f"model.path {model.path!r}"
+    marks = ([f".{model.variant}"] if model.variant else []) + [""]
+    stems = ("diffusion_pytorch_model", "model", "pytorch_model")
+    names = [f"{stem}{mark}.{ending}" for mark in marks for stem in stems for ending in ("safetensors", "bin")]
+    files = [folder / name for name in names if (folder / name).is_file()][:1]
+    if not files:
+        indices = sorted(folder.glob("*.index*.json"))
+        if not indices:
+            raise ConfigError(f"{where}: there are no weights in {folder} (looked for {names[0]} and the like)")
+        try:
+            shards = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{where}: {indices[0]} cannot be read: {type(error).__name__}: {error}") from None
+        files = [folder / name for name in shards]
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise ConfigError(f"{where}: {folder} lacks {', '.join(absent)}, which {indices[0].name} names")
+    for file in files:
+        if file.suffix == ".safetensors":
+            try:
+                with safe_open(str(file), framework="numpy"):
+                    pass
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{where}: {file} is damaged: {error}") from None
 
 
 def check_size(height: int, width: int, multiple: int, largest: int | None = None) -> None:
@@ -113,7 +164,7 @@ def _read_index(model: ModelConfig) -> tuple[str, str, bool]:
         siblings = [str(p) for p in folder.parent.glob("*") if p.is_dir()] if folder.parent.is_dir() else []
         raise ConfigError(f"model.path {path!r}: there is no such folder, and it is not of the form owner/name of a "
                           f"hub model{nearest(str(folder), siblings)}")
-    return path, _fetch_index(model), False
+    return path, _fetch(model, INDEX_NAME), False
 
 
 def _nested(folder: Path) -> str:
@@ -124,12 +175,12 @@ def _nested(folder: Path) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def _fetch_index(model: ModelConfig) -> str:
-    from huggingface_hub import hf_hub_download
+def _fetch(model: ModelConfig, name: str) -> str:
+    """Text of a small file of a hub model; raises ConfigError that says why there is none."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -137,7 +188,11 @@ def _fetch_index(model: ModelConfig) -> str:
 
     where = f"model.path {model.path!r}"
     try:
-        file = hf_hub_download(model.path, INDEX_NAME, revision=model.revision)
+        cached = try_to_load_from_cache(model.path, name, revision=model.revision)
+        if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
+            # The download would try an unreachable hub five times over, half a minute long; this asks once.
+            get_hf_file_metadata(hf_hub_url(model.path, name, revision=model.revision))
+        file = hf_hub_download(model.path, name, revision=model.revision)
     except GatedRepoError as error:
         raise ConfigError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
                           "`hf auth login` or set HF_TOKEN") from error
@@ -150,10 +205,10 @@ def _fetch_index(model: ModelConfig) -> str:
         raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
                           f"hub could not be reached ({_first_line(error)})") from error
     except EntryNotFoundError as error:
-        raise ConfigError(f"{where}: the hub model has no {INDEX_NAME}, so it is no diffusers pipeline") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"{where} is unreachable: there is no such folder, and the hub answered "
-                          f"{_first_line(error)}") from error
+        raise ConfigError(f"{where}: the hub model has no {name}, so it is no diffusers pipeline") from error
+    except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
+        raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
+                          f"hub answered {_first_line(error)}") from error
     return Path(file).read_text(encoding="utf-8")
 
 

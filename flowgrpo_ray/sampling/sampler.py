@@ -101,7 +101,7 @@ class Sampler:
                           peak_memory_bytes(self.policy.device), pngs)
         return meta, images, trajectory
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def denoise(
         self, request: SampleRequest, digest: str, negative: Arrays | None, *conditionings: Arrays
     ) -> tuple[torch.Tensor, Trajectory]:

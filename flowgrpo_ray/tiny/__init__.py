@@ -10,6 +10,7 @@ from pathlib import Path
 from flowgrpo_ray.errors import ConfigError, nearest
 
 _HERE = Path(__file__).resolve().parent
+IMAGE_SIZE = (32, 64)  # height and width, pixels
 
 
 def model_dir() -> Path:

@@ -12,7 +12,9 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-HEIGHT, WIDTH = 32, 64
+from flowgrpo_ray.tiny import IMAGE_SIZE
+
+HEIGHT, WIDTH = IMAGE_SIZE
 # Four latent pixels of the VAE, two patches of the transformer: letter i always falls on the same tokens. With cells
 # that straddle the patches a transformer of this size does not learn the letters.
 CELL = 16

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_ray.config import ModelConfig
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_model, load_policy
 from flowgrpo_ray.policies.flux import FluxPolicy
 from flowgrpo_ray.policies.sd3 import SD3Policy
 from flowgrpo_ray.policies.source import find
+from flowgrpo_ray.sections import ModelConfig
 
 
 def test_families_are_read_from_the_index(folders):
@@ -82,7 +82,7 @@ def test_a_variant_that_is_not_there_is_an_error(folders):
 def test_checking_imports_no_diffusers_and_an_unreachable_hub_is_named(tmp_path):
     script = """
 import sys
-from flowgrpo_ray.config import ModelConfig
+from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_model
 check_model(ModelConfig(path="builtin:tiny"))
