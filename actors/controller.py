@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import ray
 
 from actors.colocated import ColocatedActor
+from actors.environments import check_environments, start_hint
 from actors.evaluation import start_evaluation
 from actors.learner import LearnerActor, LearnerGroup
 from actors.placement import actor_options, check_resources
@@ -24,9 +25,10 @@ from flowgrpo_ray.config import Config
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step
 from flowgrpo_ray.preflight import Inputs
-from flowgrpo_ray.recorder import Recorder, step_row
-from flowgrpo_ray.sampling.requests import evaluation_negative
-from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
+from flowgrpo_ray.recorder import Recorder, step_row, updates_row
+from flowgrpo_ray.sampling.requests import evaluation_negative, sample_request
+from flowgrpo_ray.sections import EnvironmentConfig
+from flowgrpo_ray.trajectory import SampleMeta
 
 log = logging.getLogger(__name__)
 
@@ -87,15 +89,17 @@ class Controller:
     def _start(self) -> None:
         config, p = self.config, self.config.pools
         check_resources(config)
+        check_environments(config)
         tree, run_id = config.model_dump(mode="json"), self.recorder.run_id
         common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths}
         rewards = {}
         for name, reward in config.rewards.items():
             pool = config.reward_pool(name)
             rewards[name] = ActorPool(
-                f"reward.{name}", pool.replicas, self._spawner(self.reward_class, pool, f"reward.{name}",
-                                                               (name, reward.options, pool.nice)),
-                prepare=_ready, **common)
+                f"reward.{name}", pool.replicas, self._spawner(
+                    self.reward_class, pool, f"reward.{name}",
+                    (name, reward.spec(name), reward.options, reward.self_test, pool.nice), reward.environment),
+                prepare=_ready, start_hint=start_hint(name, reward.environment), **common)
             self.pools.append(rewards[name])
         if not self.colocated:
             self.rollouts = ActorPool(
@@ -118,9 +122,12 @@ class Controller:
             self.learners.call("load", self.recorder.resume_from.uri)
         self.recorder.open()
 
-    def _spawner(self, actor_class: type, pool: Any, name: str, args: tuple) -> Callable[[int, int], Any]:
+    def _spawner(
+        self, actor_class: type, pool: Any, name: str, args: tuple, environment: EnvironmentConfig | None = None,
+    ) -> Callable[[int, int], Any]:
         def spawn(index: int, incarnation: int) -> Any:
-            options = actor_options(pool, f"{self.recorder.run_id}-{name}-{index}-{incarnation}")
+            options = actor_options(pool, f"{self.recorder.run_id}-{name}-{index}-{incarnation}", environment=environment,
+                                    start_timeout_s=self.config.pools.start_timeout_s)
             return ray.remote(actor_class).options(**options).remote(*args)
         return spawn
 
@@ -160,10 +167,11 @@ class Controller:
                 self._with_conditioning(group, lambda ref, g=group: self._conditionings.update({(g.step, g.group): ref}))
         self._drive(f"step {plan.step + 1}", lambda: self._feed(board, updates) and not self.learners.pending
                     and self.rollouts.idle)
+        self.scoring.check_budget()
         learned = time.perf_counter()
         advantages = self.learners.call("step_advantages")[0]
         norms = self.publish(plan.version + 1)
-        row = {"step": plan.step + 1, **_merge(updates), **step_row(plan, board.complete, advantages), **norms}
+        row = {"step": plan.step + 1, **updates_row(updates), **step_row(plan, board.complete, advantages), **norms}
         row |= self._speed(row, time.perf_counter() - started) | {"time_sync": time.perf_counter() - learned}
         if self.config.loss.beta == 0:
             row.pop("kl")  # not measured: a 0 would look like one
@@ -284,7 +292,8 @@ class Controller:
         def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
             board.sampled(shard, trajectory, meta.trajectory_bytes)
             self.scoring.submit(what, order, images, [group.record] * len(shard.samples),
-                                lambda scores: board.scored(shard, scores))
+                                lambda scores: board.scored(shard, scores), rewards=self.scoring.due(group.step + 1),
+                                group=(group.group, len(group.shards)))
 
         request = sample_request(self.config, self.recorder.run_id, group, shard)
         self.sampling.sample(what, order, request, self._negative_text(group), [conditioning], sampled)
@@ -309,13 +318,15 @@ class Controller:
     def _evaluate(self, weights: str, step: int) -> Row:
         run = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling, self.scoring)
         self._drive(f"evaluation of {weights} at step {step}", lambda: run.finished)
+        self.scoring.check_budget()
         prompts = [self.inputs.eval[p].prompt for s in run.shards for p, _ in s.items[: len(s.items) - s.padding]]
         self.recorder.grid(weights, step, [run.pngs[i] for i in sorted(run.pngs)], prompts[: len(run.pngs)])
         return run.row()
 
     def _reset_clocks(self) -> None:
         self._learner_seconds = self._learner_peak = self.sampling.peak_memory = 0
-        for counter in (self.sampling.seconds, self.sampling.calls, self.scoring.seconds, self.scoring.calls):
+        scoring = self.scoring
+        for counter in (self.sampling.seconds, self.sampling.calls, scoring.seconds, scoring.calls, scoring.images):
             counter.clear()
 
     def _speed(self, row: Row, seconds: float) -> Row:
@@ -334,6 +345,8 @@ class Controller:
             "time_encode": self.sampling.seconds["encode"],
             "time_learn": self._learner_seconds / self.learners.world_size,
         }
+        speed |= {f"time_score_image/{name}": self.scoring.seconds[name] / count
+                  for name, count in self.scoring.images.items()}
         speed |= {f"pool_actors/{pool.name}": len(pool.members) for pool in self.pools}
         peaks = {"rollout": self.sampling.peak_memory, "learner": self._learner_peak}
         speed |= {f"peak_memory/{role}": value for role, value in peaks.items() if value}
@@ -359,30 +372,3 @@ class Controller:
 
 def _ready(handle: Any) -> Checked:
     return [(handle.ready.remote(), lambda pid: None)]
-
-
-def sample_request(config: Config, run_id: str, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
-    """The request of a training shard."""
-    s, seed = config.sampling, config.train.seed
-    return SampleRequest(
-        run_id=run_id, slot="policy", version=group.version,
-        noise_keys=tuple((seed, group.step, group.group, sample) for sample in shard.samples), stream="train",
-        index=(0,) * len(shard.samples), height=group.height, width=group.width, num_steps=s.num_steps,
-        guidance_scale=s.guidance_scale, window=group.window, shared_initial_noise=s.shared_initial_noise)
-
-
-def _merge(updates: list[Row]) -> Row:
-    """One row from the updates of a step: counts add up, totals are the last, the gate is the first's, the rest means."""
-    summed = {"valid_samples", "masked_samples", "nonzero_advantages"}
-    last = {"updates", "skipped_updates", "idle_updates", "ema_decay"}
-    first = {"first_update_log_ratio_max"}
-    row: Row = {}
-    for key in updates[0].keys() - {"seconds", "cpu_seconds"}:
-        values = [update[key] for update in updates]
-        if key in summed:
-            row[key] = sum(values)
-        elif key in first | last:
-            row[key] = values[0 if key in first else -1]
-        else:
-            row[key] = sum(values) / len(values)
-    return row

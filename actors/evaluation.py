@@ -1,4 +1,6 @@
-"""Evaluation: images by ODE at fixed seeds, on the rollout and reward actors."""
+"""Evaluation: images by ODE at fixed seeds, on the rollout and reward actors.
+
+Rewards of whole groups take no part: what they say compares samples of a group, and nothing is known of an image alone."""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def _submit_shard(
     def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
         run.pngs.update(zip(wanted, meta.pngs, strict=True))
         scoring.submit(f"evaluation shard {shard.shard}", order, images, [records[p] for p, _ in shard.items],
-                       lambda scores: run.scores.__setitem__(shard.shard, scores))
+                       lambda scores: run.scores.__setitem__(shard.shard, scores), rewards=scoring.of_images)
 
     def encoded(prompt: int) -> Callable[[ray.ObjectRef], None]:
         def take(ref: ray.ObjectRef) -> None:

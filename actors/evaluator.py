@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -64,7 +64,7 @@ class NoLearners:
     def __init__(self, config: Config, run_id: str, actor_class: type) -> None:
         self.pending: dict[ray.ObjectRef, str] = {}
 
-    def start(self, timeout_s: float) -> None: ...
+    def start(self, timeout_s: float, watch: Callable[[], None]) -> None: ...
 
     def check_deadline(self) -> None: ...
 

@@ -10,24 +10,29 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.environments import runtime_env
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
-from flowgrpo_ray.sections import PoolConfig
+from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 log = logging.getLogger(__name__)
 
 
-def actor_options(pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0) -> dict[str, Any]:
+def actor_options(
+    pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0, *,
+    environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0,
+) -> dict[str, Any]:
     """Ray options of one actor. Never restarted by Ray: a restarted actor would hold no adapter; the pool respawns.
 
-    An actor without a GPU sees none: current Ray would show it every GPU of the node.
+    An actor without a GPU sees none: current Ray would show it every GPU of the node. `environment` is one of the actor's
+    own, which Ray has `start_timeout_s` to make.
     """
     env = dict(pool.env)
     if pool.num_gpus == 0:
         env.setdefault("CUDA_VISIBLE_DEVICES", "")
     options: dict[str, Any] = {
         "num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "name": name, "max_restarts": 0, "max_task_retries": 0,
-        "runtime_env": {"env_vars": env},
+        "runtime_env": runtime_env(environment, env, start_timeout_s),
     }
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -36,40 +41,61 @@ def actor_options(pool: PoolConfig, name: str, group: PlacementGroup | None = No
     return options
 
 
+def _pools(config: Config) -> list[PoolConfig]:
+    """All pools that have actors of their own."""
+    pools: list[PoolConfig] = [config.pools.learner, *(config.reward_pool(name) for name in config.rewards)]
+    return [*pools, config.pools.rollout] if config.pools.placement == "split" else pools
+
+
 def asked(config: Config) -> dict[str, float]:
     """Resources that all actors of the run reserve together."""
-    pools: list[PoolConfig] = [config.pools.learner, *(config.reward_pool(name) for name in config.rewards)]
-    if config.pools.placement == "split":
-        pools.append(config.pools.rollout)
+    pools = _pools(config)
     return {"CPU": sum(p.replicas * p.num_cpus for p in pools), "GPU": sum(p.replicas * p.num_gpus for p in pools)}
 
 
 def check_resources(config: Config) -> None:
     """Compare what is asked with what the cluster has free, before any actor starts.
 
+    With `pools.autoscaling` what is asked is shown to the cluster as a pending placement group: an autoscaler adds nodes
+    for what is pending, and for nothing else.
+
     Raises:
         ResourceError: it does not fit (with `pools.autoscaling`: not within `pools.start_timeout_s`).
     """
     need, start = asked(config), time.monotonic()
-    last_log = start
-    while True:
-        free = ray.available_resources()
-        short = {kind: amount for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6}
-        if not short:
-            return
-        total = ray.cluster_resources()
-        text = "; ".join(f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}"
-                         for kind, amount in short.items())
-        waited = time.monotonic() - start
-        # Resources of actors that have just ended come back within moments: allow for that before giving up.
-        if waited > (config.pools.start_timeout_s if config.pools.autoscaling else 10):
-            hint = "" if config.pools.autoscaling else " (pools.autoscaling: true waits for a cluster that grows)"
-            raise ResourceError(f"the cluster cannot hold the actors: {text}{hint}. Lower pools.*.replicas or num_cpus, "
-                                "or add nodes")
-        if time.monotonic() - last_log >= 30:
-            log.warning("waiting for resources for %.0f s: %s", waited, text)
-            last_log = time.monotonic()
-        time.sleep(0.5)
+    last_log, demand = start, None
+    try:
+        while True:
+            free = ray.available_resources()
+            short = {kind: amount for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6}
+            if not short or (demand is not None and demand.wait(timeout_seconds=0)):
+                return
+            if config.pools.autoscaling and demand is None:
+                demand = _demand(config)
+            total = ray.cluster_resources()
+            text = "; ".join(f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}"
+                             for kind, amount in short.items())
+            waited = time.monotonic() - start
+            # Resources of actors that have just ended come back within moments: allow for that before giving up.
+            if waited > (config.pools.start_timeout_s if config.pools.autoscaling else 10):
+                hint = "" if config.pools.autoscaling else " (pools.autoscaling: true waits for a cluster that grows)"
+                raise ResourceError(f"the cluster cannot hold the actors: {text}{hint}. Lower pools.*.replicas or num_cpus, "
+                                    "or add nodes")
+            if time.monotonic() - last_log >= 30:
+                log.warning("waiting for resources for %.0f s: %s", waited, text)
+                last_log = time.monotonic()
+            time.sleep(0.5)
+    finally:
+        if demand is not None:
+            remove_placement_group(demand)
+
+
+def _demand(config: Config) -> PlacementGroup:
+    """A placement group with a bundle for every actor."""
+    pools = [pool for pool in _pools(config) if pool.num_cpus or pool.num_gpus for _ in range(pool.replicas)]
+    bundles = [{kind: amount for kind, amount in (("CPU", p.num_cpus), ("GPU", p.num_gpus)) if amount} for p in pools]
+    selectors = [dict(pool.label_selector) for pool in pools]
+    return placement_group(bundles, **({"bundle_label_selector": selectors} if any(selectors) else {}))
 
 
 def place_learners(config: Config) -> PlacementGroup:

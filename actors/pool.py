@@ -9,13 +9,14 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
 
+from actors.environments import setup_reason
 from flowgrpo_ray.errors import FlowGrpoError, ResourceError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ class Task:
 
     `on_done(value, rest)` gets the first return's value and the refs of the others; `on_failed(error)` an exception of
     the call, a `TimeoutError`, or `ActorKilledError` after the task has killed two actors.
+
+    Where `fill` is not 0, tasks that wait behind it in the queue are joined to it by `join` up to that `size`.
     """
 
     what: str  # for people: logs and errors
@@ -39,7 +42,12 @@ class Task:
     on_done: Callable[[Any, list[ray.ObjectRef]], None]
     on_failed: Callable[[Exception], None]
     num_returns: int = 1
+    size: int = 0
+    fill: int = 0
+    payload: Any = None
+    join: Callable[[list[Task]], Task] | None = None
     kills: int = 0
+    settled: bool = False  # it was given twice, and one of the two has ended
 
 
 class ActorKilledError(FlowGrpoError):
@@ -51,6 +59,7 @@ class _Running:
     task: Task
     refs: list[ray.ObjectRef]
     deadline: float
+    moved: bool = False  # given to an idle actor as well
 
 
 @dataclass
@@ -72,15 +81,17 @@ class ActorPool:
             where it is wrong (a rollout actor loads and proves the current adapter here).
         depth: calls in flight per actor; 2 hides the driver's latency.
         max_deaths: deaths in the run before the pool gives up.
+        start_hint: ends the error for an actor that was not ready in time.
     """
 
     def __init__(
         self, name: str, replicas: int, spawn: Callable[[int, int], Any], *, prepare: Callable[[Any], Checked],
-        start_timeout_s: float, max_deaths: int, depth: int = 2, respawns: bool = True,
+        start_timeout_s: float, max_deaths: int, depth: int = 2, respawns: bool = True, start_hint: str = "",
     ) -> None:
         self.name, self.depth = name, depth
         self._spawn, self._prepare = spawn, prepare
         self._start_timeout, self._max_deaths, self._respawns = start_timeout_s, max_deaths, respawns
+        self._start_hint = start_hint
         self._queue: list[Task] = []
         self.counts: Counter[str] = Counter()  # deaths, timeouts, late_answers
         self._incarnation = 0
@@ -135,7 +146,28 @@ class ActorPool:
             if not free:
                 return
             member = min(free, key=lambda m: (len(m.running), m.index))
-            self._start(member, self._queue.pop(0))
+            self._start(member, self._next())
+        for idle in [m for m in self.members if not m.starting and not m.running]:
+            self._take_over(idle)
+
+    def _next(self) -> Task:
+        """The first task of the queue, filled up with those behind it where it allows that."""
+        tasks = [self._queue.pop(0)]
+        while tasks[0].fill and self._queue and self._queue[0].fill and sum(
+                task.size for task in [*tasks, self._queue[0]]) <= tasks[0].fill:
+            tasks.append(self._queue.pop(0))
+        return tasks[0] if len(tasks) == 1 else tasks[0].join(tasks)
+
+    def _take_over(self, idle: _Member) -> None:
+        """An idle actor does the call that waits behind another's: a slow actor holds up nothing but the call that it is at.
+
+        The waiting call is cancelled; where it has begun in this moment both run, the answers are equal, the first counts."""
+        waiting = [(ref, running) for m in self.members for ref, running in list(m.running.items())[1:] if not running.moved]
+        if waiting:
+            ref, running = min(waiting, key=lambda pair: pair[1].task.order)
+            running.moved = True
+            ray.cancel(ref)
+            self._start(idle, running.task)
 
     def _start(self, member: _Member, task: Task) -> None:
         refs = getattr(member.handle, task.method).options(num_returns=task.num_returns).remote(*task.args)
@@ -160,7 +192,7 @@ class ActorPool:
                 self._go_on_starting(member)
             elif member.starting and time.monotonic() > member.start_deadline:
                 raise ResourceError(f"pool {self.name}: actor {member.index} was not ready within "
-                                    f"{self._start_timeout:g} s (pools.start_timeout_s)")
+                                    f"{self._start_timeout:g} s (pools.start_timeout_s){self._start_hint}")
             for ref in [ref for ref in member.running if ref in ready]:
                 if ref in member.running:  # a death settles all of a member's calls at once
                     self._finish(member, ref)
@@ -179,31 +211,40 @@ class ActorPool:
                 raise _start_error(self.name, member.index, error) from error
             self._died(member, f"while starting: {_first_line(error)}")
             return
+        except RuntimeEnvSetupError as error:
+            raise FlowGrpoError(f"pool {self.name}: the environment of actor {member.index} could not be made: "
+                                f"{setup_reason(error)}") from error
         check(value)
         if not member.pid:
             member.pid = value  # the first answer is `ready`'s
         member.starting.pop(0)
 
     def _finish(self, member: _Member, ref: ray.ObjectRef) -> None:
-        running = member.running[ref]
         try:
-            value = ray.get(ref, timeout=60)
+            value, failure = ray.get(ref, timeout=60), None
         except RayActorError as error:
             self._died(member, _first_line(error))
             return
         except RayTaskError as error:
-            del member.running[ref]
-            self._start_clock(member)
-            running.task.on_failed(error.cause if isinstance(error.cause, Exception) else error)
-            return
+            value, failure = None, error.cause if isinstance(error.cause, Exception) else error
         except RayError as error:
-            del member.running[ref]
-            self._start_clock(member)
-            running.task.on_failed(error)
-            return
-        del member.running[ref]
+            value, failure = None, error
+        running = member.running.pop(ref)
         self._start_clock(member)
-        running.task.on_done(value, running.refs[1:])
+        if running.moved and isinstance(failure, TaskCancelledError):
+            return  # it has not begun; the other actor does it
+        self._settle(running.task, failure, value, running.refs[1:])
+
+    @staticmethod
+    def _settle(task: Task, failure: Exception | None, value: Any = None, rest: Sequence[ray.ObjectRef] = ()) -> None:
+        """Tell how a task ended; of a task that ran on two actors, only once."""
+        if task.settled:
+            return
+        task.settled = True
+        if failure is not None:
+            task.on_failed(failure)
+        else:
+            task.on_done(value, list(rest))
 
     @staticmethod
     def _start_clock(member: _Member) -> None:
@@ -219,7 +260,9 @@ class ActorPool:
         self._salvage(member)
         # Calls run one at a time, so the oldest is the one that can have killed the actor; the others only waited.
         for position, running in enumerate(member.running.values()):
-            running.task.kills += position == 0
+            if position == 0:
+                running.task.kills += 1
+                running.task.fill = 0  # it is suspect: it waits for its second try by itself
         self._replace(member)
 
     def _salvage(self, member: _Member) -> None:
@@ -231,19 +274,21 @@ class ActorPool:
                 except RayError:
                     continue
                 del member.running[ref]
-                running.task.on_done(value, running.refs[1:])
+                self._settle(running.task, None, value, running.refs[1:])
 
     def _replace(self, member: _Member) -> None:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} died, and with it a learner rank")
         if self.counts["deaths"] + self.counts["timeouts"] > self._max_deaths:
             raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died (pools.max_actor_deaths)")
-        tasks = [running.task for running in member.running.values()]
+        elsewhere = {id(r.task) for m in self.members if m is not member for r in m.running.values() if not r.moved}
+        tasks = [running.task for running in member.running.values()
+                 if not running.task.settled and id(running.task) not in elsewhere]
         member.running.clear()
         self.members[self.members.index(member)] = self._new_member(member.index)
         for task in tasks:
             if task.kills >= 2:
-                task.on_failed(ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
+                self._settle(task, ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
             else:
                 self._queue.append(task)
         self._queue.sort(key=lambda t: t.order)
@@ -254,6 +299,9 @@ class ActorPool:
         if late is None:
             return
         ref, running = late
+        if ray.wait([ref], timeout=0)[0]:  # answered since `ready` was looked up: it is the driver that is late
+            self._finish(member, ref)
+            return
         log.warning("pool %s: %s gave no answer within %g s; its actor is replaced", self.name, running.task.what,
                     running.task.timeout_s)
         self.counts["timeouts"] += 1
@@ -261,7 +309,7 @@ class ActorPool:
         self._late.append(ref)
         ray.kill(member.handle)
         self._replace(member)
-        running.task.on_failed(TimeoutError(f"{running.task.what}: no answer within {running.task.timeout_s:g} s"))
+        self._settle(running.task, TimeoutError(f"{running.task.what}: no answer within {running.task.timeout_s:g} s"))
 
     def count_late_answers(self) -> int:
         """Answers that came after their task had been given up: dropped, and counted."""
@@ -284,7 +332,7 @@ class ActorPool:
 def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
     """What a user has to know of an actor that could not start: our own errors without the remote traceback."""
     text = str(error.cause) if isinstance(getattr(error, "cause", None), FlowGrpoError) else str(error)
-    own = re.search(r"flowgrpo_ray\.errors\.\w+: (.*)", text, re.DOTALL)
+    own = re.search(r"^flowgrpo_ray\.[\w.]+Error: (.*)", text, re.DOTALL | re.MULTILINE)
     return FlowGrpoError(f"pool {pool}: actor {index} could not start: {own[1].strip() if own else text}")
 
 

@@ -1,11 +1,11 @@
-"""Scoring of shards on the reward pools. An error is not a score: a failed batch is scored again image by image, and what
-fails twice is masked out (or its group dropped, or the run stopped, by configuration), and counted."""
+"""Scoring of shards on the reward pools. An error is not a score: the images of a failed batch are scored again one by one,
+and what has no score then is masked out (or its group dropped, or the run stopped, by configuration), and counted."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import ray
 from actors.pool import ActorPool, Task
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.preflight import known_class
 from flowgrpo_ray.prompts import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,35 @@ class _Shard:
     result: ShardScores
     missing: dict[str, int] = field(default_factory=dict)  # reward -> images without an answer yet
 
+    @property
+    def size(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass
+class _Batch:
+    """What one scoring call is for: all images of some shards, or image `only` of them."""
+
+    reward: str
+    shards: list[_Shard]
+    group: int | None = None  # of a reward that scores whole groups
+    only: int | None = None
+    retries: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(shard.size for shard in self.shards) if self.only is None else 1
+
+    @property
+    def what(self) -> str:
+        name = self.shards[0].what + (f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else "")
+        return name if self.only is None else f"{name} image {self.only}"
+
+    def rows(self) -> Iterator[tuple[_Shard, int]]:
+        """(shard, row in it) of every image, in the order of the call's answer."""
+        every = [(shard, row) for shard in self.shards for row in range(shard.size)]
+        yield from every if self.only is None else [every[self.only]]
+
 
 class Scoring:
     """Sends every shard to every reward and puts the answers together."""
@@ -50,61 +80,121 @@ class Scoring:
         self.counts: Counter[str] = Counter()  # retries and failures, by reward: "failures/ocr"
         self.seconds: Counter[str] = Counter()  # busy seconds by reward
         self.calls: Counter[str] = Counter()
+        self.images: Counter[str] = Counter()  # images scored, by reward
+        self._asked: Counter[str] = Counter()  # images and failures by reward since the last `check_budget`
+        self._failures: Counter[str] = Counter()
+        classes = {name: known_class(name, config.rewards[name]) for name in pools}
+        self._of_groups = {name for name, cls in classes.items() if cls is not None and cls.scope == "group"}
+        # Images that one call of a batch-invariant reward is filled up to.
+        self._fill = {name: int(config.rewards[name].options.get("batch_size") or cls.batch_size)
+                      for name, cls in classes.items() if cls is not None and cls.batch_invariant and cls.scope == "sample"}
+        self._groups: dict[tuple[str, tuple], list[_Shard]] = {}  # shards of groups that are not whole yet
+
+    def due(self, step: int) -> list[str]:
+        """Rewards that score a training step (counted from 1): all but the monitors that leave it out."""
+        return [name for name in self._pools if step % self._config.rewards[name].every_steps == 0]
+
+    @property
+    def of_images(self) -> list[str]:
+        """Rewards that score an image by itself: those that an evaluation can use."""
+        return [name for name in self._pools if name not in self._of_groups]
 
     def submit(
         self, what: str, order: tuple, images: ray.ObjectRef, records: Sequence[PromptRecord],
-        on_scores: Callable[[ShardScores], None],
+        on_scores: Callable[[ShardScores], None], *, rewards: Sequence[str], group: tuple[int, int] | None = None,
     ) -> None:
-        """Score one shard; `on_scores` is called once, when every reward has answered or failed for good."""
-        m = len(records)
-        shard = _Shard(what, order, images, [r.prompt for r in records], [r.metadata for r in records], on_scores,
-                       ShardScores({}, np.ones(m, dtype=bool)), dict.fromkeys(self._pools, m))
-        for reward in self._pools:
-            self._send(shard, reward, None)
+        """Score one shard; `on_scores` is called once, when every reward has answered or failed for good.
 
-    def _send(self, shard: _Shard, reward: str, only: int | None) -> None:
-        which = "" if only is None else f" image {only}"
+        Args:
+            order: plan order; a group's shards agree in all but the last part.
+            rewards: names of the rewards to ask.
+            group: (id, number of shards) of its group, for rewards that score whole groups.
+        """
+        m = len(records)
+        shard = _Shard(what, order, images, [r.prompt for r in records], [r.reward_metadata for r in records], on_scores,
+                       ShardScores({}, np.ones(m, dtype=bool)), dict.fromkeys(rewards, m))
+        for reward in rewards:
+            self._asked[reward] += m
+            if reward not in self._of_groups:
+                self._send(_Batch(reward, [shard]))
+                continue
+            waiting = self._groups.setdefault((reward, order[:-1]), [])
+            waiting.append(shard)
+            if len(waiting) == group[1]:
+                del self._groups[reward, order[:-1]]
+                self._send(_Batch(reward, sorted(waiting, key=lambda s: s.order), group=group[0]))
+
+    def check_budget(self) -> None:
+        """Raises FlowGrpoError where a reward failed on too many of the images since the last call."""
+        for reward, images in self._asked.items():
+            allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
+            if failed > allowed * images:
+                raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images} images, more than "
+                                    f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
+        self._asked.clear()
+        self._failures.clear()
+
+    def _send(self, batch: _Batch) -> None:
+        reward, shards = batch.reward, batch.shards
+        ids = None if batch.group is None else [batch.group] * batch.size
+        prompts, metadata = [p for s in shards for p in s.prompts], [d for s in shards for d in s.metadata]
+        whole = batch.only is None and batch.retries == 0
         self._pools[reward].submit(Task(
-            what=f"score {shard.what}{which}", method="score", args=(shard.images, shard.prompts, shard.metadata, only),
-            order=shard.order, timeout_s=self._config.rewards[reward].timeout_s,
-            on_done=lambda answer, _: self._answered(shard, reward, only, answer),
-            on_failed=lambda error: self._failed(shard, reward, only, error),
+            what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, batch.only, *(s.images for s in shards)),
+            order=shards[0].order, timeout_s=self._config.rewards[reward].timeout_s,
+            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
+            size=batch.size, fill=self._fill.get(reward, 0) if whole else 0, payload=batch, join=self._join,
         ))
 
-    def _answered(self, shard: _Shard, reward: str, only: int | None, answer: dict[str, Any]) -> None:
-        self.seconds[reward] += answer["seconds"]
-        self.calls[reward] += 1
-        rows = slice(None) if only is None else slice(only, only + 1)
-        for key, values in answer["scores"].items():
-            shard.result.scores.setdefault(key, np.full(len(shard.prompts), np.nan))[rows] = values
-        self._close(shard, reward, len(shard.prompts) if only is None else 1)
+    def _join(self, tasks: list[Task]) -> Task:
+        """One task for the shards of several."""
+        batch = _Batch(tasks[0].payload.reward, [shard for task in tasks for shard in task.payload.shards])
+        args = (sum((task.args[0] for task in tasks), []), sum((task.args[1] for task in tasks), []), None, None,
+                *(shard.images for shard in batch.shards))
+        return Task(
+            what=f"score {batch.what}", method="score", args=args, order=tasks[0].order, timeout_s=tasks[0].timeout_s,
+            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error))
 
-    def _failed(self, shard: _Shard, reward: str, only: int | None, error: Exception) -> None:
-        if only is None:
-            log.warning("reward %s failed on %s (%s: %s); scoring its images one by one", reward, shard.what,
-                        type(error).__name__, _first_line(error))
+    def _answered(self, batch: _Batch, answer: dict[str, Any]) -> None:
+        self.seconds[batch.reward] += answer["seconds"]
+        self.calls[batch.reward] += 1
+        self.images[batch.reward] += batch.size
+        rows = list(batch.rows())
+        for key, values in answer["scores"].items():
+            for (shard, row), value in zip(rows, values, strict=True):
+                shard.result.scores.setdefault(key, np.full(shard.size, np.nan))[row] = value
+        self._close(batch.reward, rows)
+
+    def _failed(self, batch: _Batch, error: Exception) -> None:
+        reward, settings = batch.reward, self._config.rewards[batch.reward]
+        text = f"reward {reward} failed on {batch.what}: {type(error).__name__}: {_first_line(error)}"
+        if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
-            for image in range(len(shard.prompts)):
-                self._send(shard, reward, image)
+            alone = batch.group is None and batch.only is None
+            log.warning("%s; %s", text, "scoring its images one by one" if alone else "scoring it again")
+            for only in range(batch.size) if alone else [batch.only]:
+                self._send(_Batch(reward, batch.shards, batch.group, only, batch.retries + 1))
             return
-        settings = self._config.rewards[reward]
-        self.counts[f"failures/{reward}"] += 1
-        text = (f"reward {reward} failed twice on {shard.what} image {only} ({shard.prompts[only]!r}): "
-                f"{type(error).__name__}: {_first_line(error)}")
+        rows = list(batch.rows())
+        self.counts[f"failures/{reward}"] += len(rows)
+        self._failures[reward] += len(rows)
+        text = f"{text} (prompt {rows[0][0].prompts[rows[0][1]]!r}, {batch.retries} retries)"
         if settings.on_failure == "fail":
             raise FlowGrpoError(f"{text} (rewards.{reward}.on_failure is fail)")
         log.warning("%s; %s", text, "its group is dropped" if settings.on_failure == "drop_group" else "it is masked")
-        shard.result.scores.setdefault(reward, np.full(len(shard.prompts), np.nan))
-        if settings.weight != 0:
-            shard.result.valid[only] = False
-            shard.result.dropped |= settings.on_failure == "drop_group"
-        self._close(shard, reward, 1)
+        for shard, row in rows:
+            shard.result.scores.setdefault(reward, np.full(shard.size, np.nan))
+            if settings.weight != 0:
+                shard.result.valid[row] = False
+                shard.result.dropped |= settings.on_failure == "drop_group"
+        self._close(reward, rows)
 
     @staticmethod
-    def _close(shard: _Shard, reward: str, images: int) -> None:
-        shard.missing[reward] -= images
-        if not any(shard.missing.values()):
-            shard.on_scores(shard.result)
+    def _close(reward: str, rows: list[tuple[_Shard, int]]) -> None:
+        for shard, _ in rows:
+            shard.missing[reward] -= 1
+            if not any(shard.missing.values()):
+                shard.on_scores(shard.result)
 
 
 def _first_line(error: Exception) -> str:

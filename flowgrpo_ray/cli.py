@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import __version__
+from flowgrpo_ray import __version__, cli_rewards
+from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flowgrpo_ray.config import Config
-    from flowgrpo_ray.prompts import PromptRecord
 
 log = logging.getLogger(__name__)
 
@@ -226,22 +226,11 @@ def sample(
     settings = offline.sampling_config(
         base, images=n, seed=seed, steps=steps, guidance=guidance, height=height,
         width=width, kernel=kernel, noise_level=noise_level)
-    records = _prompts(prompt, prompts)
+    records = given_prompts(prompt, prompts, "what shall be sampled?")
     _prepare(settings, err=True)
     with offline.adapter_folder(folder=adapter) if adapter is not None else nullcontext() as folder:
         for path in offline.sample(settings, records, out, adapter=folder, sde=kernel is not None, floats=floats):
             typer.echo(str(path))
-
-
-def _prompts(texts: list[str] | None, file: str | None) -> list[PromptRecord]:
-    from flowgrpo_ray.prompts import PromptRecord, load_prompts
-
-    if not texts and file is None:
-        raise ConfigError("what shall be sampled? Give --prompt TEXT (several times if you like) or --prompts FILE")
-    if blank := [text for text in texts or [] if not text.strip()]:
-        raise ConfigError(f"--prompt {blank[0]!r} is blank")
-    given = [PromptRecord(prompt=text, line=number) for number, text in enumerate(texts or [], 1)]
-    return given + (load_prompts(file) if file is not None else [])
 
 
 @app.command(epilog="Example: flowgrpo-ray export runs/first --step latest --ema --out my-adapter")
@@ -291,22 +280,6 @@ def show_config(
     typer.echo(to_yaml(settings, documented=not plain), nl=False)
 
 
-@app.command(epilog="Example: flowgrpo-ray rewards ocr")
-def rewards(name: Annotated[str | None, typer.Argument(metavar="NAME", help="Only this reward")] = None) -> None:
-    """List the rewards: range, packages, options."""
-    from flowgrpo_ray.rewards.base import known_rewards, reward_class
-
-    for known in known_rewards() if name is None else [name]:
-        cls = reward_class(known)
-        low, high = cls.range
-        typer.secho(known, bold=True)
-        typer.echo(f"  {cls.description}")
-        packages = ", ".join(cls.packages) or "none"
-        typer.echo(f"  range {low:g} to {high:g}, scored per {cls.scope}; packages: {packages}")
-        for key, option in cls.options.items():
-            typer.echo(f"  option {key} = {option.default}: {option.description}")
-
-
 @app.command(epilog="Example: flowgrpo-ray metrics > metrics.md")
 def metrics() -> None:
     """Print the table of metrics as Markdown."""
@@ -325,6 +298,9 @@ def version() -> None:
             typer.echo(f"{package} {installed_version(package)}")
         except PackageNotFoundError:
             typer.echo(f"{package} not installed")
+
+
+cli_rewards.add_to(app)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------

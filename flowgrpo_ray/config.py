@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards.base import known_rewards
+from flowgrpo_ray.rewards import known_rewards
 from flowgrpo_ray.sections import (
     AdvantageConfig,
     CheckpointConfig,
@@ -34,6 +34,8 @@ from flowgrpo_ray.sections import (
     Section,
     TrainConfig,
 )
+
+REWARD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 class Config(Section):
@@ -56,9 +58,19 @@ class Config(Section):
     @field_validator("rewards")
     @classmethod
     def _rewards_exist(cls, rewards: dict[str, RewardConfig]) -> dict[str, RewardConfig]:
-        for name in rewards:
-            if name not in known_rewards():
-                raise ValueError(f"no reward is named {name!r}{nearest(name, known_rewards())}")
+        for name, reward in rewards.items():
+            if not REWARD_NAME.fullmatch(name):
+                raise ValueError(f"the name {name!r} has to be of letters, digits, _ and -, the first a letter")
+            if reward.python and reward.type:
+                raise ValueError(f"{name} has both type and python; give one of them")
+            if reward.python is None and (kind := reward.type or name) not in known_rewards():
+                raise ValueError(f"no reward is named {kind!r}{nearest(kind, known_rewards())} (of one's own: "
+                                 f"`{name}: {{python: module:function}}`)")
+            if reward.every_steps > 1 and reward.weight:
+                raise ValueError(f"{name}.every_steps is {reward.every_steps}, and its weight is {reward.weight:g}: only a "
+                                 "monitor (weight 0) can leave steps out")
+            if reward.environment.pip is not None and reward.environment.py_executable is not None:
+                raise ValueError(f"{name}.environment has both pip and py_executable; give one of them")
         if not any(reward.weight for reward in rewards.values()):
             raise ValueError("at least one reward needs a weight other than 0, for example "
                              "`rewards: {ocr: {weight: 1.0}}`")
@@ -178,7 +190,7 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
     if isinstance(overrides, dict):
         pairs = list(overrides.items())
     else:
-        pairs = [_split_override(text) for text in overrides or []]
+        pairs = [split_override(text) for text in overrides or []]
     for key, value in pairs:
         _lay_over(tree, key, value)
     return from_tree(tree)
@@ -192,7 +204,8 @@ def from_tree(tree: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
 
-def _split_override(text: str) -> tuple[str, Any]:
+def split_override(text: str) -> tuple[str, Any]:
+    """Key and value, read as YAML, of `key=value`; raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {text!r} is not of the form section.key=value, for example sampling.group_size=8")

@@ -103,6 +103,7 @@ METRICS: tuple[Metric, ...] = (
     # speed
     _g("images_per_s", "images/s", "Training images per second of the step", machine=True),
     _g("images_per_gpu_s", "images/s", "The same, per GPU of all pools", machine=True),
+    _g("time_score_image", "s", "Wall time of scoring calls per image", "reward", machine=True),
     _g("busy_share", "1", "Share of the step in which the actors of a role worked (rollout, reward, learner)", "role",
        machine=True),
     _g("pool_actors", "actors", "Actors alive in a pool", "pool", machine=True),

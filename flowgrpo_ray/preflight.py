@@ -9,7 +9,8 @@ from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
-from flowgrpo_ray.rewards.base import option_problems, reward_class
+from flowgrpo_ray.rewards import Reward, option_problems, reward_class
+from flowgrpo_ray.sections import RewardConfig
 
 SHOWN = 5  # bad prompts that an error lists
 
@@ -31,7 +32,7 @@ def check(config: Config) -> Inputs:
     if not config.rewards:
         raise ConfigError("rewards is empty: name at least one, for example `rewards: {ocr: {weight: 1.0}}`")
     problems = [f"rewards.{name}.options: {text}" for name, reward in config.rewards.items()
-                for text in option_problems(name, reward.options)]
+                if known_class(name, reward) for text in option_problems(reward.spec(name), reward.options)]
     if problems:
         raise ConfigError("\n".join(problems))
     source, d = check_model(config.model), config.data
@@ -41,6 +42,13 @@ def check(config: Config) -> Inputs:
     train = _prompts(config, "data.train_prompts", d.train_prompts, rule)
     evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule) if d.eval_prompts else []
     return Inputs(train, evaluation)
+
+
+def known_class(name: str, reward: RewardConfig) -> type[Reward] | None:
+    """The reward's class; None for code of one's own that may exist only in the environment that its actors run in."""
+    if reward.python and (reward.environment.py_executable or reward.environment.pip):
+        return None
+    return reward_class(reward.spec(name))
 
 
 def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:
@@ -55,9 +63,11 @@ def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -
 
 def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecord]) -> None:
     for name, reward in config.rewards.items():
-        cls = reward_class(name)
+        cls = known_class(name, reward)
+        if cls is None:
+            continue
         bad = [(record, why) for record in records
-               if (why := cls.check_prompt(record.prompt, record.metadata, **reward.options))]
+               if (why := cls.check_prompt(record.prompt, record.reward_metadata, **reward.options))]
         if bad:
             lines = [f"  line {record.line}: {record.prompt!r}: {why}" for record, why in bad[:SHOWN]]
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""

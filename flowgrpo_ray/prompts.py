@@ -39,6 +39,11 @@ class PromptRecord:
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     line: int = 0
 
+    @property
+    def reward_metadata(self) -> dict[str, Any]:
+        """What a reward is told beside the prompt: the metadata, and the condition image as "image"."""
+        return dict(self.metadata) | ({"image": self.image} if self.image else {})
+
 
 def load_prompts(uri: str | os.PathLike[str]) -> list[PromptRecord]:
     """Read a prompt file; records keep the order of the file, blank lines are left out.

@@ -189,3 +189,20 @@ def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[in
             row[f"reward_group_std/{key}"] = float(np.mean([g.std() for g in groups if len(g)]))
     row["zero_std_group_fraction"] = float(np.mean([not advantages[g.group].any() for g in plan.groups]))
     return row
+
+
+def updates_row(updates: list[Row]) -> Row:
+    """One row from the updates of a step: counts add up, totals are the last, the gate is the first's, the rest means."""
+    summed = {"valid_samples", "masked_samples", "nonzero_advantages"}
+    last = {"updates", "skipped_updates", "idle_updates", "ema_decay"}
+    first = {"first_update_log_ratio_max"}
+    row: Row = {}
+    for key in updates[0].keys() - {"seconds", "cpu_seconds"}:
+        values = [update[key] for update in updates]
+        if key in summed:
+            row[key] = sum(values)
+        elif key in first | last:
+            row[key] = values[0 if key in first else -1]
+        else:
+            row[key] = sum(values) / len(values)
+    return row

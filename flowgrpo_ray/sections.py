@@ -84,12 +84,32 @@ class SamplingConfig(Section):
     max_staleness: NonNegative = Field(0, description="Steps that a sample's weights may lag; only 0 (on-policy) yet")
 
 
+class EnvironmentConfig(Section):
+    py_executable: str | None = Field(
+        None, description="Python of another environment (same Ray version) that the reward's actors run in")
+    pip: list[str] | None = Field(
+        None, description="Requirements that Ray installs into an environment of the reward's own, on top of the image's")
+
+
 class RewardConfig(Section):
+    type: str | None = Field(None, description="Name of the reward; default is the key, so one kind can be used twice")
+    python: str | None = Field(None, description="One's own instead: module:function or module:Class")
     weight: float = Field(1.0, description="Weight in the sum (or in gdpo); 0 = monitor only, negative = minimise")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reward itself")
     timeout_s: float = Field(120.0, gt=0, description="A longer scoring call has failed; its actor is replaced")
+    retries: NonNegative = Field(1, description="Times that the images of a failed batch are scored again one by one")
     on_failure: Literal["mask", "drop_group", "fail"] = Field(
-        "mask", description="What a sample that failed twice does: it is masked, or its group is, or the run stops")
+        "mask", description="What a sample without a score does: it is masked, or its group is, or the run stops")
+    max_failure_rate: float = Field(
+        0.5, ge=0, le=1, description="The run stops where more than this share of a step's images has no score")
+    every_steps: Positive = Field(1, description="Monitors (weight 0): scored in every so many steps only")
+    self_test: bool = Field(True, description="Score known pictures when an actor starts, and stop if the order is wrong")
+    environment: EnvironmentConfig = Field(
+        default_factory=EnvironmentConfig, description="An environment of its own; default is that of the run")
+
+    def spec(self, key: str) -> str:
+        """What the registry is asked for: a name, or `module:attribute`."""
+        return self.python or self.type or key
 
 
 class AdvantageConfig(Section):

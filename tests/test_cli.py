@@ -26,10 +26,11 @@ from flowgrpo_ray.cli import app
 from flowgrpo_ray.config import load, to_yaml
 from flowgrpo_ray.metrics import METRICS, read_metrics
 from flowgrpo_ray.policies.lora import load_adapter
-from flowgrpo_ray.rewards.base import known_rewards
+from flowgrpo_ray.rewards import known_rewards
 from flowgrpo_ray.samples import png_grid
 
-COMMANDS = ("train", "eval", "sample", "export", "report", "config", "rewards", "metrics", "version")
+COMMANDS = ("train", "eval", "sample", "export", "report", "config", "rewards", "score", "serve-reward", "metrics",
+            "version")
 SMALL = {
     "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},
     "lora": {"rank": 4},
@@ -322,6 +323,36 @@ def test_export_is_what_diffusers_loads(trained, tmp_path):
     ema = load_adapter(out)[0]
     held = load_adapter(run_dir / "checkpoints/step_1/ema")[0]
     assert all(np.array_equal(ema[key], held[key]) for key in held)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_the_exported_adapter_makes_the_samples_in_diffusers(trained, tmp_path, guidance):
+    """`flowgrpo-ray sample --float` against the stock pipeline with the exported file, at the same latents and batch."""
+    import torch
+    from diffusers import StableDiffusion3Pipeline
+
+    from flowgrpo_ray import tiny
+    from flowgrpo_ray.plan import noise_seed
+    from flowgrpo_ray.sampling.noise import draw
+
+    _, config, run_dir, _, _ = trained
+    adapter, prompts = tmp_path / "adapter", ['the word "CAT"', 'the word "OWL"']
+    cli("export", run_dir, "--out", adapter)
+    paths = cli("sample", config, "--prompt", prompts[0], "--prompt", prompts[1], "-n", 2, "--seed", 5, "--guidance", guidance,
+                "--adapter", adapter, "--out", tmp_path / "out", "--float").stdout.split()
+    ours = np.stack([np.load(path) for path in paths if path.endswith(".npy")])
+    pipeline = StableDiffusion3Pipeline.from_pretrained(
+        tiny.model_dir(), dtype=torch.float32, text_encoder_3=None, tokenizer_3=None)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = draw([noise_seed(5, 0, p, i, "eval", -1) for i in (0, 1) for p in (0, 1)], (4, 8, 16))
+
+    def stock() -> np.ndarray:
+        return pipeline(prompts * 2, height=32, width=64, num_inference_steps=4, output_type="pt",
+                        guidance_scale=guidance, max_sequence_length=1, latents=latents).images.numpy()
+
+    assert ours.shape == (4, 3, 32, 64) and np.abs(ours - stock()).max() > 1e-3, "the adapter makes a difference"
+    pipeline.load_lora_weights(str(adapter))
+    assert np.abs(ours - stock()).max() <= 1e-5
 
 
 def test_export_names_the_nearest_checkpoint(trained, tmp_path):

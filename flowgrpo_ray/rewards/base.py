@@ -1,9 +1,7 @@
-"""The contract of a reward, and the registry. Imports only the standard library and numpy, so that a reward can live in
-another environment."""
+"""The contract of a reward. Imports only the standard library and numpy, so that a reward can live in another environment."""
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
+
+# What `Reward.score` takes and gives, apart from the images.
+Metadata = Sequence[Mapping[str, Any]]
+GroupIds = Sequence[int] | None
+Scores = dict[str, np.ndarray]
 
 
 class RewardError(FlowGrpoError):
@@ -34,7 +37,7 @@ class Option:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, or None."""
-        if value is None and self.default is None:
+        if self.kind is object or (value is None and self.default is None):
             return None
         if self.choices:
             if any(value == choice and type(value) is type(choice) for choice in self.choices):
@@ -50,6 +53,20 @@ class Option:
         return None
 
 
+@dataclass(frozen=True)
+class SelfTest:
+    """Pictures whose order is known: under the prompts the scores fall from the first to the last.
+
+    images: uint8 [n, H, W, 3], RGB; prompts, metadata: n of each. With `ordered` False the scores only have to be there and
+    inside the reward's range.
+    """
+
+    images: np.ndarray
+    prompts: tuple[str, ...]
+    metadata: tuple[dict[str, Any], ...] = ()
+    ordered: bool = True
+
+
 class Reward(ABC):
     """A scorer of images. A subclass's module must be cheap to import: heavy packages are imported in `__init__`, which
     loads the model, so that options and prompts are checked before any actor starts.
@@ -58,7 +75,13 @@ class Reward(ABC):
         name: registry name, and the key of the optimised score.
         range: (lowest, highest) score; infinite where there is no bound.
         scope: "sample" where a score depends on its own image alone, "group" where it needs the whole group.
+        device: "cpu", or "any" where a GPU is used if the actor has one.
+        needs: what it reads beside the image: "prompt", names of metadata keys, "server".
         packages: distributions that scoring imports, as `pip install` names them.
+        licence: of the weights (and of the code, where it is another), for people.
+        batch_size: images per forward pass; the option of that name, where there is one, says otherwise.
+        batch_invariant: a score has the same bits whatever else is in the batch; `self_test` checks it. Such a reward's
+            calls may be filled up with images of several shards.
         description: one line for people.
         options: the constructor's keywords.
     """
@@ -66,7 +89,12 @@ class Reward(ABC):
     name: ClassVar[str]
     range: ClassVar[tuple[float, float]]
     scope: ClassVar[Literal["sample", "group"]] = "sample"
+    device: ClassVar[Literal["cpu", "any"]] = "cpu"
+    needs: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
+    licence: ClassVar[str] = ""
+    batch_size: ClassVar[int] = 16
+    batch_invariant: ClassVar[bool] = False
     description: ClassVar[str] = ""
     options: ClassVar[dict[str, Option]] = {}
 
@@ -76,7 +104,7 @@ class Reward(ABC):
         Raises:
             ConfigError: an unknown option or a wrong value; the nearest right one is named.
         """
-        problems = _problems(type(self), options)
+        problems = problems_of(type(self), options)
         if problems:
             raise ConfigError("\n".join(problems))
         self.settings: dict[str, Any] = _settings(type(self), options)
@@ -94,22 +122,52 @@ class Reward(ABC):
         """
         return None
 
+    def self_test_case(self) -> SelfTest | None:
+        """Pictures whose order is known under these settings; None where there are none."""
+        return None
+
+    def self_test(self) -> None:
+        """Score known pictures; runs when the actor starts, so that a broken install is no low reward.
+
+        Raises:
+            RewardError: scores in the wrong order or out of range, or a batch that changes the bits of a score.
+        """
+        case = self.self_test_case()
+        if case is None:
+            return
+        metadata = case.metadata or ({},) * len(case.prompts)
+        ids = [0] * len(case.prompts)
+
+        def score(rows: Sequence[int]) -> np.ndarray:
+            result = self.score(case.images[list(rows)], [case.prompts[i] for i in rows], [metadata[i] for i in rows],
+                                group_ids=[ids[i] for i in rows])
+            return validated(result, len(rows), self.name)[self.name]
+
+        every = range(len(case.prompts))
+        scores = score(every)
+        low, high = self.range
+        if not ((scores >= low - 1e-6) & (scores <= high + 1e-6)).all():
+            raise RewardError(f"reward {self.name} fails its self-test: scores {scores.tolist()} outside {low:g} to {high:g}")
+        if case.ordered and not (np.diff(scores) < 0).all():
+            raise RewardError(f"reward {self.name} fails its self-test: known pictures should score from high to low, and got "
+                              f"{scores.tolist()}; its model or weights are not what they should be")
+        if self.batch_invariant:
+            alone = np.concatenate([score([i]) for i in every])
+            if alone.tobytes() != scores.tobytes():
+                raise RewardError(f"reward {self.name} is declared batch_invariant, and its scores depend on the batch: "
+                                  f"{scores.tolist()} together, {alone.tolist()} one by one")
+
     @abstractmethod
     def score(
-        self,
-        images: np.ndarray,
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        *,
-        group_ids: Sequence[int] | None = None,
-    ) -> dict[str, np.ndarray]:
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
         """Score a batch.
 
         Args:
             images: uint8 [n, H, W, 3], RGB.
             prompts: n prompts.
             metadata: n mappings, the `metadata` of the prompt records (empty where a record has none).
-            group_ids: n ids; equal ids are samples of one prompt. Needed by rewards of scope "group" only.
+            group_ids: n ids; equal ids are samples of one prompt. Given to rewards of scope "group", which get whole groups.
 
         Returns:
             float32 [n] by key: the first key is the reward's name and is what is optimised, the others are monitors.
@@ -119,11 +177,15 @@ class Reward(ABC):
         """
 
 
-def check_batch(images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> int:
-    """n of a well-formed batch; raises RewardError where images are not uint8 [n, H, W, 3] or the lengths differ."""
-    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+def check_batch(
+    images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, video: bool = False
+) -> int:
+    """n of a well-formed batch; raises RewardError where images are not uint8 [n, H, W, 3] ([n, T, H, W, 3] of a video) or the
+    lengths differ."""
+    shape, dims = ("[n, T, H, W, 3]", 5) if video else ("[n, H, W, 3]", 4)
+    if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != dims or images.shape[-1] != 3:
         got = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
-        raise RewardError(f"images must be a uint8 array [n, H, W, 3] in RGB, not {got}")
+        raise RewardError(f"images must be a uint8 array {shape} in RGB, not {got}")
     if not len(images) == len(prompts) == len(metadata):
         raise RewardError(f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata do not pair up")
     return len(images)
@@ -166,79 +228,15 @@ def validated(result: Any, n: int, name: str) -> dict[str, np.ndarray]:
     return out
 
 
-# Name to class, or to "module:Class", imported when it is first asked for.
-_REGISTRY: dict[str, str | type[Reward]] = {
-    "ocr": "flowgrpo_ray.rewards.ocr:OcrReward",
-    "jpeg_compressibility": "flowgrpo_ray.rewards.jpeg:JpegCompressibility",
-}
+def renamed(scores: Mapping[str, np.ndarray], kind: str, name: str) -> dict[str, np.ndarray]:
+    """Scores of a reward of `kind` that is configured as `name`: `ocr_exact` of `reader` is `reader_exact`."""
+    if kind == name:
+        return dict(scores)
+    return {name if key == kind else f"{name}_{key.removeprefix(f'{kind}_')}": values for key, values in scores.items()}
 
 
-def register(name: str, cls: str | type[Reward]) -> None:
-    """Add a reward to the registry of this process: a class, or "module:Class" to be imported when it is needed.
-
-    Raises:
-        ConfigError: the name is taken by another class, or `cls` is neither of the two forms.
-    """
-    if _REGISTRY.get(name, cls) != cls:
-        raise ConfigError(f"a reward named {name!r} is already registered: {_REGISTRY[name]}")
-    if isinstance(cls, str):
-        module, colon, attribute = cls.partition(":")
-        if not (module and colon and attribute):
-            raise ConfigError(f"reward {name!r}: {cls!r} is not of the form module:Class")
-    else:
-        _check_class(name, cls)
-    _REGISTRY[name] = cls
-
-
-def known_rewards() -> list[str]:
-    """Names of all registered rewards, in the order of registration."""
-    return list(_REGISTRY)
-
-
-def reward_class(name: str) -> type[Reward]:
-    """The class behind a name (its module is imported, its model is not loaded).
-
-    Raises:
-        ConfigError: no reward has that name; the nearest one is named.
-    """
-    if name not in _REGISTRY:
-        raise ConfigError(f"no reward is named {name!r}{nearest(name, _REGISTRY)}")
-    entry = _REGISTRY[name]
-    if not isinstance(entry, str):
-        return entry
-    module, _, attribute = entry.partition(":")
-    cls = getattr(importlib.import_module(module), attribute, None)
-    _check_class(name, cls)
-    return cls
-
-
-def option_problems(name: str, options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a reward's options, one sentence each; empty where all is well. Loads no model.
-
-    Raises:
-        ConfigError: no reward has that name.
-    """
-    return _problems(reward_class(name), options)
-
-
-def get(name: str, **options: Any) -> Reward:
-    """Make a reward and load its model.
-
-    Raises:
-        ConfigError: an unknown name or option, or a wrong value; the nearest right one is named.
-        RewardError: a package or model file that the reward needs is absent; the message says how to install it.
-    """
-    return reward_class(name)(**options)
-
-
-def _check_class(name: str, cls: Any) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, Reward)):
-        raise ConfigError(f"reward {name!r}: {cls!r} is no subclass of Reward")
-    if getattr(cls, "name", None) != name:
-        raise ConfigError(f"reward {name!r}: {cls.__name__}.name is {getattr(cls, 'name', None)!r}; the two must agree")
-
-
-def _problems(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:
+def problems_of(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a reward's options, one sentence each; empty where all is well. Loads no model."""
     problems = []
     for key, value in options.items():
         if key not in cls.options:

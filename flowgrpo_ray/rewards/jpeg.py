@@ -1,14 +1,14 @@
-"""jpeg_compressibility: small files are good. The reward of DDPO (arXiv 2305.13301) that needs no model."""
+"""jpeg_compressibility and jpeg_incompressibility: the size of an image as a file, rewards of DDPO (arXiv 2305.13301)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import Reward, check_batch
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Reward, Scores, SelfTest, check_batch
 
 
 class JpegCompressibility(Reward):
@@ -17,16 +17,21 @@ class JpegCompressibility(Reward):
     name: ClassVar[str] = "jpeg_compressibility"
     range: ClassVar[tuple[float, float]] = (-float("inf"), 0.0)
     packages: ClassVar[tuple[str, ...]] = ("pillow",)
+    licence: ClassVar[str] = "no weights"
+    batch_invariant: ClassVar[bool] = True
     description: ClassVar[str] = "Size as a JPEG (quality 95): -kB / 500; flat pictures score near 0"
 
+    _sign: ClassVar[int] = -1
+
+    def self_test_case(self) -> SelfTest:
+        """A flat picture is smaller than a noisy one."""
+        flat = np.full((32, 32, 3), 128, np.uint8)
+        noisy = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+        return SelfTest(np.stack([flat, noisy][:: -self._sign]), ("", ""))
+
     def score(
-        self,
-        images: np.ndarray,
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        *,
-        group_ids: Sequence[int] | None = None,
-    ) -> dict[str, np.ndarray]:
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
         """See `Reward.score`; the prompt plays no part."""
         from PIL import Image
 
@@ -35,5 +40,14 @@ class JpegCompressibility(Reward):
         for image in images:
             buffer = io.BytesIO()
             Image.fromarray(image).save(buffer, format="JPEG", quality=95)
-            scores.append(-buffer.tell() / 1000 / 500)
+            scores.append(self._sign * buffer.tell() / 1000 / 500)
         return {self.name: np.asarray(scores, np.float32)}
+
+
+class JpegIncompressibility(JpegCompressibility):
+    """(Size of the image as a JPEG of quality 95, in kB of 1000 bytes) / 500."""
+
+    name: ClassVar[str] = "jpeg_incompressibility"
+    range: ClassVar[tuple[float, float]] = (0.0, float("inf"))
+    description: ClassVar[str] = "Size as a JPEG (quality 95): kB / 500; busy pictures score high"
+    _sign: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""ocr: is the text that the prompt asks for, in double quotes, readable in the image? Read by PaddleOCR on the CPU."""
+"""ocr and video_ocr: is the text that the prompt asks for, in double quotes, readable? Read by PaddleOCR."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flowgrpo_ray.rewards import ocr_models
-from flowgrpo_ray.rewards.base import Option, Reward, RewardError, check_batch
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
 
 EXAMPLE = 'a cafe with a sign that says "OPEN"'
 
@@ -25,9 +25,12 @@ def target_text(prompt: str) -> str | None:
 
 
 def normalized(text: str, rule: str) -> str:
-    """What is compared. `reference`: lower case without spaces. `alnum`: NFKC, upper case, only A-Z and 0-9."""
+    """What is compared. `reference`: lower case without spaces. `alnum`: NFKC, upper case, only A-Z and 0-9. `unicode`: NFKC,
+    case folded, letters and digits of any script."""
     if rule == "reference":
         return text.replace(" ", "").lower()
+    if rule == "unicode":
+        return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
     return re.sub("[^A-Z0-9]", "", unicodedata.normalize("NFKC", text).upper())
 
 
@@ -65,13 +68,23 @@ class OcrReward(Reward):
 
     name: ClassVar[str] = "ocr"
     range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    device: ClassVar[str] = "any"
     packages: ClassVar[tuple[str, ...]] = ("paddleocr", "onnxruntime", "rapidocr", "rapidfuzz")
+    licence: ClassVar[str] = "Apache-2.0 (PaddleOCR and its models)"
+    needs: ClassVar[tuple[str, ...]] = ("prompt",)
     description: ClassVar[str] = "Readable text: 1 - edit distance / length to the prompt's quoted text (PaddleOCR)"
     options: ClassVar[dict[str, Option]] = {
         "mode": Option("full", "full: find the lines, then read them; recognition: the image is one line",
                        choices=("full", "recognition")),
         "normalize": Option("reference", "reference: lower case, no spaces, containing the target is enough; alnum: "
-                            "NFKC, upper case, only A-Z and 0-9 count", choices=("reference", "alnum")),
+                            "NFKC, upper case, only A-Z and 0-9 count; unicode: letters and digits of any script",
+                            choices=("reference", "alnum", "unicode")),
+        "engine": Option("onnxruntime", "What runs the models; paddle needs paddlepaddle and models in its format",
+                         choices=("onnxruntime", "paddle")),
+        "device": Option("auto", "auto: a GPU where the actor has one and the engine's build can use it",
+                         choices=("auto", "cpu", "gpu")),
+        "lang": Option(None, "Full mode: language of PaddleOCR's own models (fr, korean, ...), which it downloads; default is "
+                       "the shipped model (Chinese, English and other Latin letters)"),
         "threads": Option(1, "CPU threads of onnxruntime", kind=int, minimum=1),
         "batch_size": Option(None, "Images per forward pass of the recogniser; default is the batch that is scored. In "
                              "full mode: lines of one image per pass, default 6", kind=int, minimum=1),
@@ -84,22 +97,26 @@ class OcrReward(Reward):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         s = self.settings
-        paddleocr = ocr_models.import_paddleocr()
-        recognition = Path(s["rec_model_dir"] or ocr_models.model_dir(ocr_models.RECOGNITION))
-        common = {
-            "device": "cpu",
-            "engine": "onnxruntime",
-            "engine_config": {
-                "intra_op_num_threads": s["threads"], "inter_op_num_threads": 1, "log_severity_level": 3},
-        }
+        engine = s["engine"]
+        paddleocr = ocr_models.import_paddleocr(engine)
+        gpu = s["device"] == "gpu" or (s["device"] == "auto" and ocr_models.has_gpu(engine))
+        common: dict[str, Any] = {"device": "gpu" if gpu else "cpu", "engine": engine}
+        if engine == "onnxruntime":
+            common["engine_config"] = {
+                "intra_op_num_threads": s["threads"], "inter_op_num_threads": 1, "log_severity_level": 3}
+        else:
+            common |= {"enable_mkldnn": False, "cpu_threads": s["threads"]}  # with mkldnn Paddle's detection fails on CPU
+        shipped = s["lang"] is None and engine == "onnxruntime"
         self._full = s["mode"] == "full"
+        recognition = s["rec_model_dir"] or (ocr_models.model_dir(ocr_models.RECOGNITION) if shipped else None)
         if self._full:
-            detection = Path(s["det_model_dir"] or ocr_models.model_dir(ocr_models.DETECTION))
+            detection = s["det_model_dir"] or (ocr_models.model_dir(ocr_models.DETECTION) if shipped else None)
+            for part, folder in (("detection", detection), ("recognition", recognition)):
+                if folder is not None:
+                    common |= {f"text_{part}_model_name": ocr_models.model_name(Path(folder), engine),
+                               f"text_{part}_model_dir": str(folder)}
             self._model = paddleocr.PaddleOCR(
-                text_detection_model_name=ocr_models.model_name(detection),
-                text_detection_model_dir=str(detection),
-                text_recognition_model_name=ocr_models.model_name(recognition),
-                text_recognition_model_dir=str(recognition),
+                lang=s["lang"],
                 text_recognition_batch_size=s["batch_size"],
                 text_det_limit_side_len=64,
                 text_det_limit_type="min",
@@ -111,7 +128,7 @@ class OcrReward(Reward):
             )
         else:
             self._model = paddleocr.TextRecognition(
-                model_name=ocr_models.model_name(recognition),
+                model_name=ocr_models.model_name(Path(recognition), engine),
                 model_dir=str(recognition),
                 input_shape=(3, 48, s["width"]) if s["width"] else None,
                 **common,
@@ -120,11 +137,14 @@ class OcrReward(Reward):
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
         """See `Reward.conflicts`."""
-        wrong = {"full": "width", "recognition": "det_model_dir"}[settings["mode"]]
-        if settings[wrong] is None:
-            return []
-        other = "recognition" if settings["mode"] == "full" else "full"
-        return [f"option {wrong} means nothing with mode: {settings['mode']}; leave it out, or use mode: {other}"]
+        mode = settings["mode"]
+        foreign = {"full": ("width",), "recognition": ("det_model_dir", "lang")}[mode]
+        wrong = [key for key in foreign if settings[key] is not None]
+        other = "recognition" if mode == "full" else "full"
+        problems = [f"option {key} means nothing with mode: {mode}; leave it out, or use mode: {other}" for key in wrong]
+        if mode == "recognition" and settings["engine"] == "paddle" and settings["rec_model_dir"] is None:
+            problems.append("the shipped model is for onnxruntime; with engine: paddle give rec_model_dir")
+        return problems
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
@@ -138,24 +158,37 @@ class OcrReward(Reward):
             return f"ocr has nothing to compare: {target!r} is empty under normalize: {rule}; an example is: {EXAMPLE}"
         return None
 
+    def self_test_case(self) -> SelfTest:
+        """A word in large letters, and another word where that one is asked for."""
+        from PIL import Image, ImageDraw, ImageFont
+
+        pictures = []
+        for word in ("OPEN", "WALK"):
+            picture = Image.new("RGB", (128, 48) if not self._full else (256, 128), "white")
+            ImageDraw.Draw(picture).text((picture.width / 2, picture.height / 2), word, "black", ImageFont.load_default(36),
+                                         anchor="mm")
+            pictures.append(np.asarray(picture))
+        return SelfTest(np.stack(pictures), ('"OPEN"', '"OPEN"'))
+
     def score(
-        self,
-        images: np.ndarray,
-        prompts: Sequence[str],
-        metadata: Sequence[Mapping[str, Any]],
-        *,
-        group_ids: Sequence[int] | None = None,
-    ) -> dict[str, np.ndarray]:
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
         """`ocr`: the score; monitor `ocr_exact`: 1 where the text is read exactly. See `Reward.score`."""
         check_batch(images, prompts, metadata)
+        columns = self._scores(images, prompts, metadata)
+        return {self.name: columns[:, 0].copy(), "ocr_exact": columns[:, 1].copy()}
+
+    def _scores(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> np.ndarray:
+        """float32 [n, 2]: score and exact of every image."""
         rule = self.settings["normalize"]
         for prompt, extra in zip(prompts, metadata, strict=True):
             if problem := self.check_prompt(prompt, extra, normalize=rule):
                 raise RewardError(f"prompt {prompt!r}: {problem}")
         texts = ["".join(text for text, _ in lines) for lines in self.read(images)]
         scores = [text_score(text, target_text(prompt), rule) for text, prompt in zip(texts, prompts, strict=True)]
-        columns = np.asarray(scores, np.float32).reshape(len(scores), 2)
-        return {self.name: columns[:, 0].copy(), "ocr_exact": columns[:, 1].copy()}
+        return np.asarray(scores, np.float32).reshape(len(scores), 2)
 
     def read(self, images: np.ndarray) -> list[list[Line]]:
         """The lines of text in each image (uint8 [n, H, W, 3], RGB), in reading order; in recognition mode exactly one.
@@ -173,3 +206,29 @@ class OcrReward(Reward):
         if len(lines) != len(pictures):
             raise RewardError(f"PaddleOCR read {len(lines)} of {len(pictures)} images")
         return lines
+
+
+class VideoOcrReward(OcrReward):
+    """The mean of `ocr` over every `every`-th frame of a video, from the first on; a frame without text counts with its 0."""
+
+    name: ClassVar[str] = "video_ocr"
+    description: ClassVar[str] = "ocr, mean over the sampled frames of a video"
+    options: ClassVar[dict[str, Option]] = {
+        **OcrReward.options, "every": Option(4, "Every how many frames one is read", kind=int, minimum=1)}
+
+    def self_test_case(self) -> SelfTest:
+        """The pictures of `ocr` as videos of one frame."""
+        case = super().self_test_case()
+        return SelfTest(case.images[:, None], case.prompts)
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
+        """`images`: uint8 [n, T, H, W, 3]. `video_ocr`: the mean; monitor `video_ocr_exact`: share of frames read exactly."""
+        n = check_batch(images, prompts, metadata, video=True)
+        frames = images[:, :: self.settings["every"]]
+        count = frames.shape[1]
+        flat = frames.reshape(-1, *frames.shape[2:])
+        columns = self._scores(flat, [p for p in prompts for _ in range(count)], [m for m in metadata for _ in range(count)])
+        means = columns.reshape(n, count, 2).mean(axis=1, dtype=np.float64).astype(np.float32)
+        return {self.name: means[:, 0].copy(), "video_ocr_exact": means[:, 1].copy()}

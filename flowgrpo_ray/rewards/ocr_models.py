@@ -27,15 +27,18 @@ _WHEEL_HINT = "pip install --no-deps rapidocr==3.10.0"
 _EXTRA_HINT = "pip install 'flowgrpo-ray[ocr]'"
 
 
-def import_paddleocr() -> types.ModuleType:
+def import_paddleocr(engine: str = "onnxruntime") -> types.ModuleType:
     """Import PaddleOCR: quiet, without its network check, and without torch.
 
     Raises:
-        RewardError: paddleocr >= 3.7 or onnxruntime is not installed.
+        RewardError: paddleocr >= 3.7, or what the engine (onnxruntime or paddle) needs, is not installed.
     """
-    for package in ("paddleocr", "onnxruntime"):
-        if importlib.util.find_spec(package) is None:
-            raise RewardError(f"reward ocr needs {package}, which is not installed; run: {_EXTRA_HINT}")
+    if importlib.util.find_spec("paddleocr") is None or (engine == "onnxruntime" and importlib.util.find_spec(engine) is None):
+        missing = "paddleocr" if importlib.util.find_spec("paddleocr") is None else engine
+        raise RewardError(f"reward ocr needs {missing}, which is not installed; run: {_EXTRA_HINT}")
+    if engine == "paddle" and importlib.util.find_spec("paddle") is None:
+        raise RewardError("reward ocr with engine: paddle needs paddlepaddle, which is not installed; run: pip install "
+                          "paddlepaddle (or paddlepaddle-gpu, from Paddle's own index)")
     version = importlib.metadata.version("paddleocr")
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 7):
         raise RewardError(f"reward ocr needs paddleocr >= 3.7, for its onnxruntime engine, not {version}; "
@@ -106,15 +109,28 @@ def model_dir(name: str) -> Path:
     return final
 
 
-def model_name(directory: Path) -> str:
+def has_gpu(engine: str) -> bool:
+    """Whether this process sees a GPU and the engine's build can use it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    if engine == "paddle":
+        import paddle
+
+        return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+    import onnxruntime
+
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+
+
+def model_name(directory: Path, engine: str = "onnxruntime") -> str:
     """The model name that a directory's inference.yml states; PaddleOCR wants to be told it.
 
     Raises:
-        RewardError: the directory is not of PaddleOCR's layout.
+        RewardError: the directory is not of PaddleOCR's layout, or holds no model of the engine's format.
     """
     import yaml
 
-    for file in ("inference.yml", "inference.onnx"):
+    for file in ("inference.yml", "inference.onnx" if engine == "onnxruntime" else "inference.pdiparams"):
         if not (directory / file).is_file():
             raise RewardError(f"{directory} is no model directory of PaddleOCR: it holds no {file}")
     config = yaml.safe_load((directory / "inference.yml").read_text(encoding="utf-8"))

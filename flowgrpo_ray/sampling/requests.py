@@ -1,13 +1,23 @@
-"""Requests of an evaluation: on Ray actors and in a single process they are the same, so the images are too."""
+"""Sampling requests: on Ray actors and in a single process they are the same, so the images are too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.plan import EvalShard
+from flowgrpo_ray.plan import EvalShard, GroupPlan, ShardPlan
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import SampleRequest
+
+
+def sample_request(config: Config, run_id: str, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
+    """The request of a training shard."""
+    s, seed = config.sampling, config.train.seed
+    return SampleRequest(
+        run_id=run_id, slot="policy", version=group.version,
+        noise_keys=tuple((seed, group.step, group.group, sample) for sample in shard.samples), stream="train",
+        index=(0,) * len(shard.samples), height=group.height, width=group.width, num_steps=s.num_steps,
+        guidance_scale=s.guidance_scale, window=group.window, shared_initial_noise=s.shared_initial_noise)
 
 
 def evaluation_request(

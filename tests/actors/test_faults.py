@@ -130,10 +130,13 @@ def test_a_lost_learner_rank_ends_the_run(actor, message, folder):
 
 
 def test_an_actor_that_cannot_start_says_why(folder):
-    with pytest.raises(FlowGrpoError, match="could not start|learner rank 0") as caught:
-        run(small_config(folder, "no-target", steps=1, overrides={"lora.targets": ["attn.to_qq"]}))
-    assert "attn.to_q" in str(caught.value) and "Traceback" not in str(caught.value)
-    assert not (folder / "no-target").exists(), "a run that could not start leaves no folder behind"
+    rewards = {"wrong": {"python": "upside_down:UpsideDown"}}
+    message = "pool reward.wrong: actor 0 could not start: reward upside_down fails its self-test"
+    with pytest.raises(FlowGrpoError, match=message) as caught:
+        overrides = {"rewards": rewards, "pools.reward": {"wrong": {"num_cpus": 0.1}}}
+        run(small_config(folder, "broken", steps=1, overrides=overrides))
+    assert "Traceback" not in str(caught.value)
+    assert not (folder / "broken").exists(), "a run that could not start leaves no folder behind"
 
 
 def test_too_few_resources_are_named(folder):

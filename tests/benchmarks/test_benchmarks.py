@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
 
-from benchmarks import baseline, gpu_check, learner, measure, sampler, whole_step  # noqa: E402
+from benchmarks import baseline, gpu_check, learner, measure, sampler, scoring, whole_step  # noqa: E402
 from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
 
 SMALL = {
@@ -176,3 +176,18 @@ def test_two_ranks(capsys):
                     "--dtype", "float32")
     assert list(result["cases"]) == ["none", "full"] and len(result["checks"]) == 2
     assert all(rank["largest"] <= 1e-5 for ranks in result["cases"].values() for rank in ranks)
+
+
+@pytest.mark.timeout(240)
+def test_scoring(config, capsys):
+    result = report(scoring.main, capsys, config, "--replicas", "1", "2", "--shards", "3", "--rounds", "2", "--steps", "2",
+                    "--warmup", "1")
+    assert result["reward"] == "jpeg_compressibility"
+    sides = result["throughput"]
+    assert list(sides) == ["plain loop", "1 replicas", "2 replicas"] and sides["plain loop"]["ratio"] == 1
+    assert all(side["images_per_s"]["n"] == 2 and side["images_per_s"]["median"] > 0 for side in sides.values())
+    found = result["overlap"]
+    assert found["scoring_s"]["n"] == found["added_s"]["n"] == 2 and found["scoring_s"]["median"] > 0
+    assert found["added_s"]["low"] >= 0
+    assert scoring.main([config, "--reward", "jpeg", "--steps", "1"]) == 2
+    assert "has no such reward; the choices are jpeg_compressibility" in capsys.readouterr().err

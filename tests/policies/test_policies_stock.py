@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, StableDiffusion3Pipeline
-from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, euler, noise
+from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, euler, noise, sampled
 
 NEGATIVES = ["blurry", "words"]
 NO_T5 = {"text_encoder_3": None, "tokenizer_3": None}
@@ -54,6 +54,31 @@ def test_each_prompt_and_the_negative_reach_the_sd3_image(shared):
               for prompt, negative in (("a red cat", "blurry"), ("a red car", "blurry"), ("a red cat", "words"))]
     assert (images[0] - images[1]).abs().max() > 1e-4
     assert (images[0] - images[2]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("kind", "guidance", "use_t5"), SD3_CASES)
+def test_the_samplers_sd3_images_equal_the_stock_pipelines(fresh, folders, kind, guidance, use_t5):
+    policy = fresh(kind, use_t5=use_t5)
+    x, latents = sampled(policy, guidance, NEGATIVES[0] if policy.uses_cfg(guidance) else None)
+    ours = policy.decode_float(latents, HEIGHT, WIDTH)
+    pipeline = stock_pipeline(folders(kind), kind, without_t5=not use_t5)
+
+    def stock(negative: str) -> torch.Tensor:
+        return pipeline(PROMPTS, negative_prompt=[negative] * 2, guidance_scale=guidance, latents=x, output_type="pt",
+                        **COMMON).images
+
+    assert ours.shape == (2, 3, HEIGHT, WIDTH) and (ours - stock(NEGATIVES[0])).abs().max() <= 1e-5
+    if guidance > 1:
+        assert (ours - stock(NEGATIVES[1])).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "guidance"), [("flux_dev", 3.5), ("flux_dev", 1.0), ("flux_schnell", 0.0)])
+def test_the_samplers_flux_images_equal_the_stock_pipelines(shared, folders, kind, guidance):
+    policy = shared(kind)
+    x, latents = sampled(policy, guidance)
+    ours = policy.decode_float(latents, HEIGHT, WIDTH)
+    stock = stock_pipeline(folders(kind), kind)(PROMPTS, guidance_scale=guidance, latents=x, output_type="pt", **COMMON).images
+    assert ours.shape == (2, 3, HEIGHT, WIDTH) and (ours - stock).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("kind", "guidance"), [("flux_dev", 3.5), ("flux_dev", 1.0), ("flux_schnell", 0.0)])

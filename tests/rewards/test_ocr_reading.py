@@ -125,3 +125,35 @@ def test_threads_reach_onnxruntime(threads):
     pipeline = rewards.get("ocr", threads=threads)._model.paddlex_pipeline._pipeline
     for model in (recogniser, pipeline.text_det_model, pipeline.text_rec_model):
         assert model.runner.session.get_session_options().intra_op_num_threads == threads
+
+
+def test_a_video_scores_the_mean_of_its_sampled_frames(draw_word, recognition):
+    video = np.stack([draw_word(word) for word in ("LAMP", "XXXX", "FISH", "LAMP", "LIMP")])
+    reward = rewards.get("video_ocr", mode="recognition", normalize="alnum", every=2)
+    result = reward.score(np.stack([video, video]), ['"LAMP"', '"FISH"'], [{}, {}])
+    expected = [[recognition.score(video[None, i], [prompt], [{}])["ocr"][0] for i in (0, 2, 4)]
+                for prompt in ('"LAMP"', '"FISH"')]
+    assert result["video_ocr"].tolist() == pytest.approx(np.mean(expected, axis=1).tolist())
+    assert result["video_ocr_exact"].tolist() == pytest.approx([1 / 3, 1 / 3])
+    with pytest.raises(RewardError, match=r"\[n, T, H, W, 3\] in RGB, not uint8 \[5, 32, 64, 3\]"):
+        reward.score(video, ['"LAMP"'] * 5, [{}] * 5)
+
+
+@pytest.mark.parametrize("name", ["ocr", "video_ocr"])
+@pytest.mark.parametrize("options", [{}, {"mode": "recognition"}, {"mode": "recognition", "normalize": "alnum", "width": 80}])
+def test_the_self_test_passes_and_notices_a_reader_that_cannot_read(name, options, monkeypatch):
+    reward = rewards.get(name, **options)
+    reward.self_test()
+    monkeypatch.setattr(type(reward), "read", lambda self, images: [[("", 0.0)]] * len(images))
+    with pytest.raises(RewardError, match="fails its self-test"):
+        reward.self_test()
+
+
+def test_the_paddle_engine_says_what_it_needs():
+    assert rewards.option_problems("ocr", {"engine": "paddle", "mode": "recognition"}) == [
+        "reward ocr: the shipped model is for onnxruntime; with engine: paddle give rec_model_dir"]
+    (problem,) = rewards.option_problems("ocr", {"lang": "fr", "mode": "recognition"})
+    assert "option lang means nothing with mode: recognition" in problem
+    if ocr_models.importlib.util.find_spec("paddle") is None:
+        with pytest.raises(RewardError, match="engine: paddle needs paddlepaddle"):
+            rewards.get("ocr", engine="paddle")

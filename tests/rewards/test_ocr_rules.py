@@ -70,3 +70,8 @@ def test_check_prompt_gives_the_reason_and_an_example(prompt, options, reason):
         assert reason in problem
         example = problem.split(": ", 1)[1] if "example:" in problem else problem.split("is: ")[1]
         assert cls.check_prompt(example, {}, **options) is None
+
+
+def test_unicode_keeps_letters_of_any_script():
+    assert normalized("Straße – ＡＢ, 東京!", "unicode") == "strasseab東京"
+    assert text_score("東京タワー", "東京タワ—", "unicode") == (0.75, 0.0)

@@ -8,6 +8,7 @@ import pytest
 from flowgrpo_ray import rewards
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.rewards import Option, Reward, RewardError, base
+from flowgrpo_ray.rewards import registry as reward_registry
 
 
 class Constant(Reward):
@@ -25,7 +26,11 @@ class Constant(Reward):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(reward_registry, "_REGISTRY", dict(reward_registry._REGISTRY))
+
+
+# Options without a right default: where the server is.
+NEEDED = {"url": "http://127.0.0.1:8123", "base_url": "http://127.0.0.1:8000/v1"}
 
 
 def images(n):
@@ -39,7 +44,8 @@ def test_every_registered_class_states_the_contract(name):
     low, high = cls.range
     assert low < high
     assert all(isinstance(package, str) for package in cls.packages)
-    assert rewards.option_problems(name, {key: option.default for key, option in cls.options.items()}) == []
+    options = {key: option.default for key, option in cls.options.items()}
+    assert rewards.option_problems(name, options | {key: url for key, url in NEEDED.items() if key in options}) == []
 
 
 def loaded(code):
@@ -63,8 +69,8 @@ def test_options_and_prompts_are_checked_without_loading_a_model():
 def test_unknown_reward_names_the_nearest():
     with pytest.raises(ConfigError, match="no reward is named 'orc'; did you mean ocr"):
         rewards.get("orc")
-    with pytest.raises(ConfigError, match="the choices are ocr, jpeg_compressibility"):
-        rewards.option_problems("pickscore_v1", {})
+    with pytest.raises(ConfigError, match="the choices are ocr, video_ocr, jpeg_compressibility"):
+        rewards.option_problems("zebra", {})
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -159,3 +165,74 @@ def test_validated_refuses_what_is_no_score(result, message):
 def test_a_malformed_batch_is_refused(pictures, prompts, message):
     with pytest.raises(RewardError, match=message):
         rewards.get("jpeg_compressibility").score(pictures, prompts, [{}] * len(prompts))
+
+
+def test_functions_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def red(images, prompts, metadata, *, gain=1.0):\n    '''How red.'''\n"
+        "    return images[..., 0].mean(axis=(1, 2)) * gain\n"
+        "def named(images, prompts, metadata):\n    return {'main': [1.0] * len(images), 'other': [2.0] * len(images)}\n"
+        "def two(images, prompts):\n    return 0\n"
+        "def needs(images, prompts, metadata, extra):\n    return 0\n"
+        "LIST = []\n")
+    monkeypatch.chdir(tmp_path)
+    reward = rewards.get("mine:red", gain=2.0)
+    assert reward.score(images(2) + np.uint8(3), ["", ""], [{}, {}])["red"].tolist() == [6.0, 6.0]
+    assert rewards.reward_class("mine:red").description == "How red." and reward.name == "red"
+    assert rewards.option_problems("mine:red", {"gane": 1}) == ["reward red has no option 'gane'; did you mean gain?"]
+    assert rewards.get("mine:named").score(images(1), [""], [{}]) == {"named": [1.0], "other": [2.0]}
+    for name, message in (("mine:rde", "has no 'rde'; did you mean red"), ("mine:two", "lacks the parameter metadata"),
+                          ("mine:needs", "parameter extra of the function needs a default"), ("mine:LIST", "is a list"),
+                          ("nowhere_at_all:f", "cannot be imported"), ("mine:", "not of the form module:Class")):
+        with pytest.raises(ConfigError, match=message):
+            rewards.reward_class(name)
+
+
+def test_rewards_of_installed_packages(tmp_path, monkeypatch):
+    (tmp_path / "plugged.py").write_text("def sparkle(images, prompts, metadata):\n    return [0.5] * len(images)\n")
+    info = tmp_path / "plugged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flowgrpo_ray.rewards]\nsparkle = plugged:sparkle\n")
+    code = (f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from flowgrpo_ray import rewards; import numpy as np; "
+            "assert 'sparkle' in rewards.known_rewards(); "
+            "print(rewards.get('sparkle').score(np.zeros((2, 4, 4, 3), np.uint8), ['', ''], [{}, {}]))")
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert out.strip() == "{'sparkle': [0.5, 0.5]}"
+
+
+class Falling(Reward):
+    """Scores what its option says, one image after the other."""
+
+    name = "falling"
+    range = (0.0, 1.0)
+    options = {"scores": Option((), "in order", kind=object), "per_batch": Option(0.0, "added per image", kind=float)}
+
+    def self_test_case(self):
+        return rewards.SelfTest(np.arange(3, dtype=np.uint8)[:, None, None, None] * np.ones((3, 4, 4, 3), np.uint8), ("",) * 3)
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        scores = np.array([self.settings["scores"][image[0, 0, 0]] for image in images])
+        return {"falling": scores + len(images) * self.settings["per_batch"]}
+
+
+@pytest.mark.parametrize(("scores", "message"), [
+    ([0.9, 0.5, 0.1], None), ([0.9, 0.5, 0.5], "from high to low"), ([0.1, 0.5, 0.9], "from high to low"),
+    ([1.5, 0.5, 0.1], "outside 0 to 1"), ([0.9, math.nan, 0.1], "is nan at"),
+])
+def test_the_self_test(scores, message):
+    reward = Falling(scores=scores)
+    if message is None:
+        reward.self_test()
+        return
+    with pytest.raises(RewardError, match=message):
+        reward.self_test()
+
+
+def test_the_self_test_measures_batch_invariance(monkeypatch):
+    Falling(scores=[0.9, 0.5, 0.1], per_batch=0.01).self_test()
+    monkeypatch.setattr(Falling, "batch_invariant", True)
+    Falling(scores=[0.9, 0.5, 0.1]).self_test()
+    with pytest.raises(RewardError, match="declared batch_invariant, and its scores depend on the batch"):
+        Falling(scores=[0.9, 0.5, 0.1], per_batch=0.01).self_test()

@@ -1,0 +1,162 @@
+"""The commands about rewards: which there are, and what they say of images on disk."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowgrpo_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.prompts import PromptRecord
+
+OptionsOption = Annotated[list[str] | None, typer.Option(
+    "--option", metavar="KEY=VALUE", help="An option of the reward, e.g. mode=recognition; repeat it for more")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    app.command(epilog="Example: flowgrpo-ray rewards ocr")(rewards)
+    app.command(epilog="Example: flowgrpo-ray score samples/ --reward ocr --prompts prompts.txt --out scores.parquet")(score)
+    app.command(epilog="Example: flowgrpo-ray serve-reward ocr --option mode=recognition --port 8123")(serve_reward)
+
+
+def rewards(name: Annotated[str | None, typer.Argument(
+    metavar="NAME", help="Only this reward: a name, or module:function of your own")] = None) -> None:
+    """List the rewards: range, device, needs, packages, options."""
+    from flowgrpo_ray.rewards import known_rewards, reward_class
+
+    for known in known_rewards() if name is None else [name]:
+        cls = reward_class(known)
+        low, high = cls.range
+        typer.secho(known, bold=True)
+        typer.echo(f"  {cls.description}")
+        needs = f"; needs {', '.join(cls.needs)}" if cls.needs else ""
+        where = {"cpu": "on CPU", "any": "on a GPU where its pool has one"}[cls.device]
+        typer.echo(f"  range {low:g} to {high:g}, scored per {cls.scope} {where}{needs}")
+        licence = f"; licence: {cls.licence}" if cls.licence else ""
+        typer.echo(f"  packages: {', '.join(cls.packages) or 'none'}{licence}")
+        for key, option in cls.options.items():
+            default = textwrap.shorten(str(option.default), 60, placeholder=" ...")  # a template has many lines
+            typer.echo(f"  option {key} = {default}: {option.description}")
+
+
+def score(
+    images: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of images")],
+    reward: Annotated[list[str], typer.Option(
+        "--reward", metavar="NAME", help="A reward: a name, or module:function of your own; repeat it for more")],
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="Prompt file: .txt, .jsonl or .parquet")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; repeat it for more")] = None,
+    options: OptionsOption = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="Write a table too: .parquet, .csv or .jsonl")] = None,
+    self_test: Annotated[bool, typer.Option(help="Score known pictures first")] = True,
+) -> None:
+    """Score the images of a folder.
+
+    Images pair with prompts by names such as 03_01.png (prompt 3, image 1, as `flowgrpo-ray sample` writes them), else in the
+    order of their names; one prompt goes with every image. With several rewards an option is written reward.key=value.
+    """
+    from flowgrpo_ray.rewards import get
+    from flowgrpo_ray.score import check_table, find_pictures, score_pictures, write_table
+
+    if out is not None:
+        check_table(out)
+    given = options_by_reward(reward, options)
+    pictures = find_pictures(images, given_prompts(prompt, prompts, "which prompts belong to the images?"))
+    _check_prompts(given, [p.record for p in pictures])
+    for name, settings in given.items():
+        scorer = get(name, **settings)
+        if self_test:
+            scorer.self_test()
+        score_pictures(scorer, short_name(name), pictures)
+    keys = list(dict.fromkeys(key for picture in pictures for key in picture.scores))
+    width = max(len(picture.path.name) for picture in pictures)
+    typer.echo("  ".join([f"{'image':<{width}}", *(f"{key:>{max(len(key), 9)}}" for key in keys)]))
+    for picture in pictures:
+        cells = [f"{picture.scores[key]:.4f}" if key in picture.scores else "-" for key in keys]
+        line = [f"{picture.path.name:<{width}}", *(f"{c:>{max(len(k), 9)}}" for k, c in zip(keys, cells, strict=True))]
+        typer.echo("  ".join(line) + (f"  {picture.error}" if picture.error else ""))
+    for key in keys:
+        values = [picture.scores[key] for picture in pictures if key in picture.scores]
+        typer.echo(f"mean {key}: {sum(values) / len(values):.4f} of {len(values)} images")
+    if out is not None:
+        write_table(out, pictures, keys)
+        typer.echo(out)
+    if failed := sum(picture.error is not None for picture in pictures):
+        typer.echo(f"{failed} of {len(pictures)} images have no score", err=True)
+        raise typer.Exit(1)
+
+
+def serve_reward(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A reward: a name, or module:Class of your own")],
+    host: Annotated[str, typer.Option(help="Address to listen on; there is no authentication: keep it private")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one")] = 8123,
+    options: OptionsOption = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most images in one request")] = 256,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request, in MB")] = 256,
+    self_test: Annotated[bool, typer.Option(help="Score known pictures first")] = True,
+) -> None:
+    """Serve a reward over HTTP, for `remote` rewards.
+
+    JSON with PNG images, scored one request at a time; /health and /metrics say how it is. Ctrl-C or SIGTERM ends it.
+    """
+    import signal
+
+    settings = options_by_reward([name], options)[name]
+    from flowgrpo_ray.rewards.server import serve
+
+    if serve(name, settings, host=host, port=port, max_batch=max_batch, max_body_mb=max_body_mb, self_test=self_test,
+             say=lambda text: print(text, flush=True)) == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str, dict[str, Any]]:
+    """Options of each reward from `key=value` (of a single reward) or `reward.key=value`; raises ConfigError."""
+    from flowgrpo_ray.config import split_override
+    from flowgrpo_ray.errors import nearest
+    from flowgrpo_ray.rewards import option_problems
+
+    given: dict[str, dict[str, Any]] = {name: {} for name in rewards}
+    for text in options or []:
+        key, value = split_override(text)
+        name, dot, rest = key.partition(".")
+        if not dot and len(given) == 1:
+            name, rest = rewards[0], key
+        elif name not in given:
+            raise ConfigError(f"--option {text}: with several rewards it is of the form reward.key=value"
+                              f"{nearest(name, given)}")
+        given[name][rest] = value
+    problems = [problem for name, settings in given.items() for problem in option_problems(name, settings)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return given
+
+
+def short_name(name: str) -> str:
+    """What the scores of a reward are called: its name, or the function of `module:function`."""
+    return name.rpartition(":")[2]
+
+
+def given_prompts(texts: list[str] | None, file: str | None, question: str) -> list[PromptRecord]:
+    """Prompts of --prompt and --prompts; raises ConfigError where there are none, or a blank one."""
+    from flowgrpo_ray.prompts import PromptRecord, load_prompts
+
+    if not texts and file is None:
+        raise ConfigError(f"{question} Give --prompt TEXT (several times if you like) or --prompts FILE")
+    if blank := [text for text in texts or [] if not text.strip()]:
+        raise ConfigError(f"--prompt {blank[0]!r} is blank")
+    given = [PromptRecord(prompt=text, line=number) for number, text in enumerate(texts or [], 1)]
+    return given + (load_prompts(file) if file is not None else [])
+
+
+def _check_prompts(given: dict[str, dict[str, Any]], records: list[PromptRecord]) -> None:
+    from flowgrpo_ray.rewards import reward_class
+
+    for name, settings in given.items():
+        cls = reward_class(name)
+        for record in records:
+            if why := cls.check_prompt(record.prompt, record.reward_metadata, **settings):
+                raise ConfigError(f"prompt {record.prompt!r}: {why}")

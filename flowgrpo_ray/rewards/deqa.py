@@ -1,0 +1,44 @@
+"""deqa: image quality as DeQA-Score judges it (arXiv 2501.11561), on a reward server.
+
+The model brings code and package versions of its own, so it runs in an environment of its own: a class of the contract in
+base.py around it, served there by `flowgrpo-ray serve-reward my_module:DeqaReward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, RewardError, Scores
+from flowgrpo_ray.rewards.remote import RemoteReward, check_range
+
+
+class DeqaReward(RemoteReward):
+    """The score of a DeQA-Score server: a mean opinion score, 1 (bad) to 5 (excellent), unless the server declares
+    another range; a score outside the range is an error.
+
+    Raises:
+        RewardError: as `RewardClient`; or the server declares no finite range.
+    """
+
+    name: ClassVar[str] = "deqa"
+    range: tuple[float, float] = (1.0, 5.0)
+    licence: ClassVar[str] = "see zhiyuanyou/DeQA-Score-Mix3"
+    description: ClassVar[str] = "Image quality, a mean opinion score of 1 to 5 (DeQA-Score on a reward server)"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        low, high = self.range
+        if not (float("-inf") < low < high < float("inf")):
+            raise RewardError(f"reward deqa: {self.settings['url']} declares the range {low:g} to {high:g}; without bounds a "
+                              "sentinel cannot be told from a score (the served class's `range`)")
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
+        """See `Reward.score`; the prompt plays no part."""
+        scores = super().score(images, prompts, metadata, group_ids=group_ids)
+        check_range(scores[self.name], self.name, self.range)
+        return scores

@@ -1,0 +1,114 @@
+"""geneval: are the objects that the prompt asks for in the picture, in number, colour and place (arXiv 2310.11513)?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
+from flowgrpo_ray.rewards.http_client import url_problem
+from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, check_range
+
+DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+LOCAL_ONLY = ("class_names", "clip", "revision")
+REMOTE_ONLY = ("score", "timeout_s", "retries", "backoff_s")
+
+
+class GenEval(Reward):
+    """The share of the prompt's requirements that the picture meets (rules and metadata: geneval_rules.py).
+
+    With `url` a reward server scores; with `detector` this process does, with a detector and a CLIP of transformers. A
+    server's sentinel for "not applicable" (-10, say) is an error, as is any score outside [0, 1].
+    """
+
+    name: ClassVar[str] = "geneval"
+    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    device: ClassVar[Literal["cpu", "any"]] = "any"
+    needs: ClassVar[tuple[str, ...]] = ("tag", "include", "exclude")
+    packages: ClassVar[tuple[str, ...]] = ("torch", "transformers", "pillow", "requests")
+    licence: ClassVar[str] = "rules MIT (GenEval); Mask2Former and CLIP weights MIT"
+    description: ClassVar[str] = "Objects, counts, colours and positions of a GenEval prompt: share of requirements met"
+    options: ClassVar[dict[str, Option]] = {
+        "detector": Option(None, f"Score here: folder or hub name of a detector of transformers, for example {DETECTOR}"),
+        "clip": Option("openai/clip-vit-large-patch14", "With detector: folder or hub name of the CLIP that names colours"),
+        "revision": Option(None, "With detector: its hub revision"),
+        "class_names": Option({}, "With detector: its names for the prompts' classes, for example {tv: television}", kind=dict),
+        **REMOTE_OPTIONS,
+        "url": Option(None, f"Score on a server: address of `flowgrpo-ray serve-reward geneval`, for example {EXAMPLE_URL}"),
+        "batch_size": Option(None, "Images per request (default 16), or per forward pass of the detector (default 4)",
+                             kind=int, minimum=1),
+    }
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        s = self.settings
+        self._client = None
+        if s["url"] is not None:
+            self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or REMOTE_OPTIONS["batch_size"].default})
+            if self._client.health["scope"] != "sample":
+                raise RewardError(f"reward geneval: {s['url']} serves {self._client.health['name']}, which scores whole groups")
+            return
+        from flowgrpo_ray.rewards.geneval_models import ColourClassifier, TransformersDetector
+
+        self._detector = TransformersDetector(s["detector"], s["revision"], batch_size=s["batch_size"] or 4)
+        self._colours = ColourClassifier(s["clip"])
+
+    @classmethod
+    def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
+        """See `Reward.conflicts`."""
+        if (settings["url"] is None) == (settings["detector"] is None):
+            return [f"give option url (a reward server, such as {EXAMPLE_URL}) or option detector (to score here, such as "
+                    f"{DETECTOR}), one of the two"]
+        if settings["url"] is not None and (problem := url_problem("url", settings["url"], EXAMPLE_URL)):
+            return [problem]
+        here, unused = ("url", LOCAL_ONLY) if settings["url"] is not None else ("detector", REMOTE_ONLY)
+        return [f"option {key} means nothing with {here}" for key in unused if settings[key] != cls.options[key].default]
+
+    @classmethod
+    def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
+        """See `Reward.check_prompt`."""
+        problem = metadata_problem(metadata)
+        return f"geneval needs the metadata of a GenEval prompt: {problem}" if problem else None
+
+    def self_test_case(self) -> SelfTest | None:
+        """A server's own pictures; here two that only have to be scored: no drawn object is known to every detector."""
+        if self._client is not None:
+            return self._client.self_test_case()
+        pictures = np.stack([np.full((64, 64, 3), 128, np.uint8),
+                             np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)])
+        label = min(self._detector.labels)
+        metadata = {"tag": "colors", "include": [{"class": label, "count": 1, "color": "red"}]}
+        return SelfTest(pictures, (f"a photo of a red {label}",) * 2, (metadata,) * 2, ordered=False)
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
+        """`geneval`: the share; monitor `geneval_strict`: 1 where every requirement is met. See `Reward.score`."""
+        check_batch(images, prompts, metadata)
+        for prompt, extra in zip(prompts, metadata, strict=True):
+            if problem := self.check_prompt(prompt, extra):
+                raise RewardError(f"prompt {prompt!r}: {problem}")
+        if self._client is not None:
+            scores = self._client.score(images, prompts, metadata, group_ids)
+            for key, values in scores.items():
+                if key in (self.name, f"{self.name}_strict"):
+                    check_range(values, key, self.range)
+            return scores
+        verdicts = [self._judge(image, found, extra)
+                    for image, found, extra in zip(images, self._detector.detect(images), metadata, strict=True)]
+        columns = np.asarray([(v.soft, v.strict) for v in verdicts], np.float32).reshape(len(verdicts), 2)
+        return {self.name: columns[:, 0].copy(), f"{self.name}_strict": columns[:, 1].copy()}
+
+    def _judge(self, image: np.ndarray, found: Sequence[Any], metadata: Mapping[str, Any]) -> Any:
+        """The verdict on one picture; its detections get the prompt's names of classes."""
+        from dataclasses import replace
+
+        from flowgrpo_ray.rewards.geneval_models import name_of
+
+        own = self.settings["class_names"]
+        known = {name_of(wanted, self._detector.labels, own): wanted for wanted in classes_of(metadata)}
+        renamed = [replace(detection, label=known[detection.label]) for detection in found if detection.label in known]
+        return judge(renamed, metadata, lambda name, objects: self._colours.colours(image, name, objects))

@@ -1,0 +1,228 @@
+"""JSON over HTTP for rewards that live on a server: bounded retries, deadlines, and images as PNG.
+
+Imports only the standard library and numpy; `requests` and Pillow when they are used.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from flowgrpo_ray.rewards.base import Option, RewardError
+
+RETRIED = frozenset({429, 502, 503, 504})
+LONGEST_WAIT_S = 30.0
+SHOWN = 300  # characters of a server's answer that an error quotes
+
+# Options of every reward that talks to a server.
+CONNECTION: dict[str, Option] = {
+    "timeout_s": Option(60.0, "Seconds that a server may take to accept a connection, or to send the next bytes of its "
+                        "answer", kind=float, minimum=0.01),
+    "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
+                      "504; any other failure is final", kind=int, minimum=0),
+    "backoff_s": Option(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
+                        kind=float, minimum=0),
+}
+
+
+class HttpError(RewardError):
+    """The server answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        text: what the server said, shortened.
+    """
+
+    def __init__(self, message: str, status: int, text: str) -> None:
+        super().__init__(message)
+        self.status, self.text = status, text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.status, self.text)  # it travels between actors
+
+
+def url_problem(option: str, value: Any, example: str) -> str | None:
+    """What is wrong with a server's address given as `option`, or None."""
+    if value is None:
+        return f"option {option} is needed: the address of the server, for example {option}: {example}"
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        return f"option {option} is {value!r}, not of the form http://HOST:PORT; an example is {example}"
+    return None
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Parse JSON as the standard has it: NaN and Infinity, which Python's parser takes, are errors too.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    def refuse(token: str) -> Any:
+        raise ValueError(f"{token} is no JSON number")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def to_png(image: np.ndarray) -> bytes:
+    """A uint8 [H, W, 3] RGB image as PNG, without loss."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def to_base64(data: bytes) -> str:
+    """Base64 text of bytes."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_png(text: str, *, max_pixels: int) -> np.ndarray:
+    """uint8 [H, W, 3] RGB of a base64 PNG.
+
+    Raises:
+        ValueError: not base64, not a PNG, not of 8-bit RGB, damaged, or larger than `max_pixels`.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ValueError(f"is no base64: {error}") from None
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
+            if picture.width * picture.height > max_pixels:
+                raise ValueError(f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} allowed")
+            if picture.mode != "RGB":
+                raise ValueError(f"is a PNG of mode {picture.mode}, not 8-bit RGB")
+            return np.asarray(picture)
+    except UnidentifiedImageError:
+        raise ValueError("is no PNG") from None
+    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken chunk
+        raise ValueError(f"is a damaged PNG: {error}") from None
+
+
+class HttpClient:
+    """Requests to one server. Threads may share it.
+
+    Args:
+        base_url: prefix of every path.
+        who: name of the reward, for errors.
+        timeout_s, retries, backoff_s: see `CONNECTION`.
+        headers: sent with every request.
+    """
+
+    def __init__(
+        self, base_url: str, *, who: str, timeout_s: float, retries: int, backoff_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._who, self._headers = who, dict(headers or {})
+        self._timeout, self._retries, self._backoff = timeout_s, retries, backoff_s
+        self._local = threading.local()
+
+    def get(self, path: str) -> Any:
+        """The JSON that a GET of `path` answers; raises as `post`."""
+        return self._request("GET", path, None)
+
+    def post(self, path: str, body: Any) -> Any:
+        """The JSON that a POST of `body` (as JSON) to `path` answers.
+
+        Connection errors and the statuses in `RETRIED` are tried again `retries` times. A request that got no answer in
+        time is not: the server may still be working on it, and a second one would wait behind the first.
+
+        Raises:
+            HttpError: the server answered with an error.
+            RewardError: no connection, no answer in time, or an answer that is no JSON. All name the URL.
+        """
+        return self._request("POST", path, json.dumps(body, allow_nan=False).encode())
+
+    def _request(self, method: str, path: str, body: bytes | None) -> Any:
+        url = self.base_url + path
+        for attempt in itertools.count():
+            wait, problem = self._backoff * 2**attempt, None
+            try:
+                status, headers, content = self._send(method, url, body)
+            except _Retriable as error:
+                problem = RewardError(f"reward {self._who}: {url}: {error}{_tried(attempt)}")
+            else:
+                if 200 <= status < 300:
+                    return self._parsed(url, content)
+                text = _message_of(content)
+                problem = HttpError(f"reward {self._who}: {url} answered with HTTP {status}: {text}{_tried(attempt)}", status,
+                                    text)
+                if status not in RETRIED:
+                    raise problem
+                asked = headers.get("Retry-After", "")
+                wait = max(wait, float(asked)) if re.fullmatch(r"\d{1,6}", asked) else wait
+            if attempt == self._retries:
+                raise problem
+            time.sleep(min(wait, LONGEST_WAIT_S))
+
+    def _send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+        import requests
+        from urllib3.exceptions import ReadTimeoutError
+
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        try:
+            # A redirected POST would arrive as a GET.
+            response = self._local.session.request(
+                method, url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False)
+            return response.status_code, response.headers, response.content
+        except requests.exceptions.RequestException as error:
+            late = isinstance(error, requests.exceptions.ReadTimeout) or any(
+                isinstance(cause, ReadTimeoutError) for cause in error.args)
+            if late:
+                raise RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s") from None
+            if isinstance(error, (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)):
+                raise _Retriable(f"no connection, or it was lost: {_reason(error)}") from None
+            raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}") from None
+
+    def _parsed(self, url: str, content: bytes) -> Any:
+        try:
+            return strict_json(content)
+        except ValueError as error:
+            shown = content[:SHOWN].decode("utf-8", "replace")
+            raise RewardError(f"reward {self._who}: the answer of {url} is no JSON ({error}): {shown!r}") from None
+
+
+class _Retriable(Exception):
+    """A failure that another try may mend."""
+
+
+def _tried(attempt: int) -> str:
+    return f" (tried {attempt + 1} times)" if attempt else ""
+
+
+def _reason(error: Exception) -> str:
+    """The innermost reason of requests' nested errors."""
+    text = str(error)
+    found = re.search(r"(\[Errno \d+\] [^'\")]+|Remote end closed connection[^'\")]*|Name or service not known)", text)
+    return found.group(1).strip() if found else text[:SHOWN]
+
+
+def _message_of(content: bytes) -> str:
+    """The message in an error's body: ours, OpenAI's and vLLM's forms, or the text as it is."""
+    text = content.decode("utf-8", "replace").strip()
+    try:
+        body = strict_json(text)
+    except ValueError:
+        return text[:SHOWN]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        message = str(error.get("message") or error.get("detail") or error)
+        field = error.get("field")
+        return (f"{field}: {message}" if field else message)[:SHOWN]
+    return str(error)[:SHOWN]

@@ -1,0 +1,191 @@
+"""Rewards by name: those that we ship, those of installed packages (entry points of the group `flowgrpo_ray.rewards`), and
+`module:function` or `module:Class` of one's own. Imports only the standard library and numpy until a reward is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, problems_of
+
+ENTRY_POINTS = "flowgrpo_ray.rewards"
+_INPUTS = ("images", "prompts", "metadata")
+
+# Name to class, or to "module:Class", imported when it is first asked for.
+_REGISTRY: dict[str, str | type[Reward]] = {
+    "ocr": "flowgrpo_ray.rewards.ocr:OcrReward",
+    "video_ocr": "flowgrpo_ray.rewards.ocr:VideoOcrReward",
+    "jpeg_compressibility": "flowgrpo_ray.rewards.jpeg:JpegCompressibility",
+    "jpeg_incompressibility": "flowgrpo_ray.rewards.jpeg:JpegIncompressibility",
+    "pickscore": "flowgrpo_ray.rewards.clip_scores:PickScore",
+    "clipscore": "flowgrpo_ray.rewards.clip_scores:ClipScore",
+    "image_similarity": "flowgrpo_ray.rewards.clip_scores:ImageSimilarity",
+    "aesthetic": "flowgrpo_ray.rewards.aesthetic:Aesthetic",
+    "hpsv2": "flowgrpo_ray.rewards.hpsv2:HpsV2",
+    "image_reward": "flowgrpo_ray.rewards.image_reward:ImageReward",
+    "remote": "flowgrpo_ray.rewards.remote:RemoteReward",
+    "remote_group": "flowgrpo_ray.rewards.remote:RemoteGroupReward",
+    "geneval": "flowgrpo_ray.rewards.geneval:GenEval",
+    "deqa": "flowgrpo_ray.rewards.deqa:DeqaReward",
+    "vlm_judge": "flowgrpo_ray.rewards.vlm_judge:VlmJudge",
+    "unified_reward": "flowgrpo_ray.rewards.vlm_judge:UnifiedReward",
+    "qwen_vl": "flowgrpo_ray.rewards.vlm_judge:QwenVl",
+    "vlm_preference": "flowgrpo_ray.rewards.vlm_preference:VlmPreference",
+}
+
+
+def register(name: str, cls: str | type[Reward]) -> None:
+    """Add a reward to the registry of this process: a class, or "module:Class" to be imported when it is needed.
+
+    Raises:
+        ConfigError: the name is taken by another class, or `cls` is neither of the two forms.
+    """
+    if _REGISTRY.get(name, cls) != cls:
+        raise ConfigError(f"a reward named {name!r} is already registered: {_REGISTRY[name]}")
+    if isinstance(cls, str):
+        _split(name, cls)
+    else:
+        _check_class(name, cls)
+    _REGISTRY[name] = cls
+
+
+@lru_cache(maxsize=1)
+def _installed() -> dict[str, str]:
+    """Rewards that other installed packages offer."""
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def known_rewards() -> list[str]:
+    """Names of all rewards: ours and registered ones, then those of installed packages."""
+    return list(dict.fromkeys([*_REGISTRY, *_installed()]))
+
+
+def reward_class(name: str) -> type[Reward]:
+    """The class behind a name, or behind `module:function` or `module:Class` (its module is imported, no model is loaded).
+
+    Raises:
+        ConfigError: no reward has that name (the nearest one is named), or the module or what it should hold is not there.
+    """
+    if ":" in name:
+        return _own(name)
+    entry = _REGISTRY.get(name) or _installed().get(name)
+    if entry is None:
+        raise ConfigError(f"no reward is named {name!r}{nearest(name, known_rewards())}")
+    if not isinstance(entry, str):
+        return entry
+    module, attribute = _split(name, entry)
+    cls = getattr(importlib.import_module(module), attribute, None)
+    if name not in _REGISTRY and callable(cls) and not isinstance(cls, type):
+        return _of_function(name, cls)
+    _check_class(name, cls)
+    return cls
+
+
+def option_problems(name: str, options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a reward's options, one sentence each; empty where all is well. Loads no model.
+
+    Raises:
+        ConfigError: no reward has that name.
+    """
+    return problems_of(reward_class(name), options)
+
+
+def get(name: str, **options: Any) -> Reward:
+    """Make a reward and load its model.
+
+    Raises:
+        ConfigError: an unknown name or option, or a wrong value; the nearest right one is named.
+        RewardError: a package or model file that the reward needs is absent; the message says how to install it.
+    """
+    return reward_class(name)(**options)
+
+
+def _split(name: str, path: str) -> tuple[str, str]:
+    module, colon, attribute = path.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(f"reward {name!r}: {path!r} is not of the form module:Class")
+    return module, attribute
+
+
+def _check_class(name: str, cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Reward)):
+        raise ConfigError(f"reward {name!r}: {cls!r} is no subclass of Reward")
+    if getattr(cls, "name", None) != name:
+        raise ConfigError(f"reward {name!r}: {cls.__name__}.name is {getattr(cls, 'name', None)!r}; the two must agree")
+
+
+# One's own ------------------------------------------------------------------------------------------------------------
+
+def _own(path: str) -> type[Reward]:
+    module_name, attribute = _split(path, path)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not look into the folder it is called from
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigError(f"reward {path}: {module_name} has no {attribute!r}{nearest(attribute, names)}")
+    if isinstance(found, type) and issubclass(found, Reward):
+        _check_class(getattr(found, "name", attribute), found)
+        return found
+    if not callable(found):
+        raise ConfigError(f"reward {path}: {attribute} is a {type(found).__name__}; give a function or a subclass of Reward")
+    return _of_function(attribute, found)
+
+
+def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
+    """A reward class around `function(images, prompts, metadata, **options)`, which returns n numbers, or a dict of
+    them whose first entry is optimised.
+
+    Keywords with a default are the reward's options. The function may carry `scope`, `range` and `batch_invariant` as
+    attributes; where it takes `group_ids`, it is given them.
+
+    Raises:
+        ConfigError: the function does not take images, prompts and metadata.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if missing := [key for key in _INPUTS if key not in parameters and not takes_rest]:
+        raise ConfigError(f"reward {name}: the function lacks the parameter {', '.join(missing)}; it has to be of the form "
+                          f"{name}(images, prompts, metadata)")
+    unknown = [key for key, p in parameters.items() if key not in (*_INPUTS, "group_ids") and p.default is p.empty
+               and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if unknown:
+        raise ConfigError(f"reward {name}: the parameter {unknown[0]} of the function needs a default; it is an option then")
+    with_ids = "group_ids" in parameters or takes_rest
+
+    class FunctionReward(Reward):
+        def score(
+            self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+        ) -> Scores:
+            ids = {"group_ids": group_ids} if with_ids else {}
+            result = function(images=images, prompts=prompts, metadata=metadata, **ids, **self.settings)
+            if not isinstance(result, Mapping):
+                return {self.name: result}
+            first = next(iter(result), None)
+            return {self.name if key == first else key: values for key, values in result.items()}
+
+    FunctionReward.name = name
+    FunctionReward.range = tuple(getattr(function, "range", (-float("inf"), float("inf"))))
+    FunctionReward.scope = getattr(function, "scope", "sample")
+    FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
+    FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
+    FunctionReward.options = {
+        key: Option(p.default, "keyword of the function", kind=object) for key, p in parameters.items()
+        if key not in (*_INPUTS, "group_ids") and p.default is not p.empty
+    }
+    FunctionReward.__name__ = FunctionReward.__qualname__ = name
+    FunctionReward.__module__ = function.__module__
+    return FunctionReward

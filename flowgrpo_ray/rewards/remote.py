@@ -1,0 +1,201 @@
+"""remote: a reward behind HTTP, served by `flowgrpo-ray serve-reward` or anything that speaks its protocol.
+
+The protocol is JSON with PNG images in base64; nothing is ever unpickled.
+
+    POST /v1/score   {"images": [base64 PNG, ...], "prompts": [text, ...], "metadata": [{...}, ...], "group_ids": null}
+                     -> {"scores": {name: [number, ...], ...}}, the optimised score and its monitors
+    GET /v1/self_test -> pictures of known order, in the form of a request, with "ordered"; null where there are none
+    GET /health      -> {"name", "range": [low, high] (null: no bound), "scope", "max_batch", ...}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from flowgrpo_ray.errors import nearest
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.http_client import CONNECTION, HttpClient, HttpError, from_png, to_base64, to_png, url_problem
+
+EXAMPLE_URL = "http://127.0.0.1:8123"
+MAX_PIXELS = 1 << 28  # of all images of a request together
+
+REMOTE_OPTIONS: dict[str, Option] = {
+    "url": Option(None, f"Address of the reward server, for example {EXAMPLE_URL}"),
+    "batch_size": Option(16, "Images per request; a whole group where the reward scores groups", kind=int, minimum=1),
+    "score": Option(None, "Name of the score to optimise; default is the name of the served reward"),
+    **CONNECTION,
+}
+
+
+class RewardClient:
+    """Talks to one reward server; what `RemoteReward` and its presets are made of.
+
+    Args:
+        who: name that the optimised score gets, and the prefix of the monitors.
+        settings: the options in `REMOTE_OPTIONS`.
+
+    Attributes:
+        health: the server's own description.
+        range: (lowest, highest) score that the server declares; infinite where it declares no bound.
+
+    Raises:
+        RewardError: GET /health does not answer as the protocol says; names the URL.
+    """
+
+    def __init__(self, who: str, settings: Mapping[str, Any]) -> None:
+        self._who, self._settings = who, settings
+        self._http = HttpClient(settings["url"], who=who, **{key: settings[key] for key in CONNECTION})
+        self.health = self._read_health()
+        low, high = self.health["range"]
+        self.range = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+        self._batch = min(settings["batch_size"], self.health.get("max_batch") or settings["batch_size"])
+
+    @property
+    def url(self) -> str:
+        return self._http.base_url
+
+    def _read_health(self) -> dict[str, Any]:
+        health = self._http.get("/health")
+        problem = None
+        if not isinstance(health, dict) or not isinstance(health.get("name"), str):
+            problem = 'no "name" of a reward'
+        elif health.get("scope") not in ("sample", "group"):
+            problem = f'"scope" is {health.get("scope")!r}, not "sample" or "group"'
+        elif not (isinstance(health.get("range"), list) and len(health["range"]) == 2
+                  and all(bound is None or _is_number(bound) for bound in health["range"])):
+            problem = f'"range" is {health.get("range")!r}, not [low, high]'
+        elif not (health.get("max_batch") is None or (_is_number(health["max_batch"]) and health["max_batch"] >= 1)):
+            problem = f'"max_batch" is {health["max_batch"]!r}, not a number of images'
+        if problem:
+            raise RewardError(f"reward {self._who}: {self.url}/health is not that of a reward server: {problem}")
+        return health
+
+    def self_test_case(self) -> SelfTest | None:
+        """The served reward's own known pictures; None where the server has none."""
+        try:
+            case = self._http.get("/v1/self_test")
+        except HttpError as error:
+            if error.status == 404:
+                return None
+            raise
+        if case is None:
+            return None
+        try:
+            images = np.stack([from_png(text, max_pixels=MAX_PIXELS) for text in case["images"]])
+            return SelfTest(images, tuple(case["prompts"]), tuple(case["metadata"]), bool(case["ordered"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RewardError(f"reward {self._who}: {self.url}/v1/self_test holds no pictures: {error!r}") from None
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]],
+        group_ids: Sequence[int] | None,
+    ) -> dict[str, np.ndarray]:
+        """See `Reward.score`; the first key is `who`."""
+        n, step = check_batch(images, prompts, metadata), self._batch
+        if self.health["scope"] == "group":
+            step, allowed = max(n, 1), self.health.get("max_batch") or n
+            if n > allowed:
+                raise RewardError(f"reward {self._who}: a group of {n} images, and {self.url} takes {allowed} at a time; start "
+                                  "it with a larger --max-batch")
+        parts = [self._ask(images[i : i + step], list(prompts[i : i + step]), [dict(m) for m in metadata[i : i + step]],
+                           None if group_ids is None else [int(g) for g in group_ids[i : i + step]])
+                 for i in range(0, n, step)]
+        if any(list(part) != list(parts[0]) for part in parts):
+            raise RewardError(f"reward {self._who}: {self.url} names other scores from batch to batch: "
+                              f"{[list(part) for part in parts]}")
+        if not parts:
+            return {self._who: np.zeros(0, np.float32)}
+        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+    def _ask(
+        self, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]], group_ids: list[int] | None,
+    ) -> dict[str, np.ndarray]:
+        body = {"images": [to_base64(to_png(image)) for image in images], "prompts": prompts, "metadata": metadata,
+                "group_ids": group_ids}
+        answer = self._http.post("/v1/score", body)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, dict) or not scores:
+            raise RewardError(f'reward {self._who}: the answer of {self.url}/v1/score has no "scores": {str(answer)[:200]}')
+        served = self.health["name"]
+        wanted = self._settings["score"] or served
+        if wanted not in scores:
+            raise RewardError(f"reward {self._who}: {self.url} gives no score {wanted!r}{nearest(wanted, scores)}; "
+                              "option score names the one to take")
+        arrays = {key: self._array(key, values, len(prompts)) for key, values in scores.items()}
+        monitors = {f"{self._who}_{key.removeprefix(f'{served}_')}": values for key, values in arrays.items() if key != wanted}
+        return {self._who: arrays[wanted]} | monitors
+
+    def _array(self, key: str, values: Any, n: int) -> np.ndarray:
+        """float32 [n] of one list of scores."""
+        where = f"reward {self._who}: {key!r} from {self.url}"
+        if not isinstance(values, list) or len(values) != n:
+            got = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
+            raise RewardError(f"{where} is {got} for {n} images")
+        wrong = [i for i, value in enumerate(values) if not (_is_number(value) and math.isfinite(value))]
+        if wrong:
+            raise RewardError(f"{where} is {values[wrong[0]]!r}, no score, at {wrong[:10]} of {n} images")
+        return np.asarray(values, np.float32)
+
+
+class RemoteReward(Reward):
+    """The reward of a server. Its range is the one that the server declares."""
+
+    name: ClassVar[str] = "remote"
+    range: tuple[float, float] = (-math.inf, math.inf)
+    needs: ClassVar[tuple[str, ...]] = ("server",)
+    packages: ClassVar[tuple[str, ...]] = ("requests", "pillow")
+    licence: ClassVar[str] = "that of the served reward"
+    description: ClassVar[str] = "A reward behind HTTP, as `flowgrpo-ray serve-reward` serves it"
+    options: ClassVar[dict[str, Option]] = REMOTE_OPTIONS
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._client = RewardClient(self.name, self.settings)
+        self.range = self._client.range
+        served = self._client.health
+        if served["scope"] != self.scope:
+            right = "remote_group" if served["scope"] == "group" else "remote"
+            raise RewardError(f"reward {self.name}: {self._client.url} serves {served['name']}, which is scored per "
+                              f"{served['scope']}; use the reward {right}")
+
+    @classmethod
+    def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
+        """See `Reward.conflicts`."""
+        problem = url_problem("url", settings["url"], EXAMPLE_URL)
+        return [problem] if problem else []
+
+    def self_test_case(self) -> SelfTest | None:
+        """The served reward's own pictures, sent as any others are."""
+        return self._client.self_test_case()
+
+    def score(
+        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
+    ) -> Scores:
+        """`remote`, and the served reward's monitors as `remote_…`. See `Reward.score`."""
+        return self._client.score(images, prompts, metadata, group_ids)
+
+
+class RemoteGroupReward(RemoteReward):
+    """The reward of a server that scores whole groups."""
+
+    name: ClassVar[str] = "remote_group"
+    scope: ClassVar[Literal["sample", "group"]] = "group"
+    description: ClassVar[str] = "As remote, for a served reward that scores whole groups"
+
+
+def check_range(values: np.ndarray, name: str, bounds: tuple[float, float]) -> None:
+    """Raises RewardError where a score is outside its range: a sentinel for "no score" must not be learned from."""
+    low, high = bounds
+    slack = 1e-6 * max(1.0, abs(low) if math.isfinite(low) else 1.0, abs(high) if math.isfinite(high) else 1.0)
+    wrong = np.flatnonzero((values < low - slack) | (values > high + slack))
+    if wrong.size:
+        raise RewardError(f"reward {name}: {values[wrong[0]]:g} is outside {low:g} to {high:g}, so it is no score (a sentinel "
+                          f"for 'not applicable'?), at {wrong[:10].tolist()} of {len(values)} images")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

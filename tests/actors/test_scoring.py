@@ -1,0 +1,214 @@
+"""Scoring on real reward actors: dispatch, whole groups, monitors, and everything that can go wrong with a score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import own_rewards
+import pytest
+import ray
+
+from actors.placement import actor_options
+from actors.pool import ActorPool, wait_for_events
+from actors.reward import RewardActor
+from actors.scoring import Scoring, ShardScores
+from flowgrpo_ray.config import Config, load
+from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.prompts import PromptRecord
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass
+class Bench:
+    """Reward pools and the driver's loop around them, without anything that samples or learns."""
+
+    config: Config
+    replicas: int = 1
+    results: dict[tuple, ShardScores] = field(default_factory=dict)
+
+    def __enter__(self) -> Bench:
+        self.pools = {}
+        for name, reward in self.config.rewards.items():
+            def spawn(index, incarnation, name=name, reward=reward):
+                options = actor_options(self.config.reward_pool(name), f"{id(self)}-{name}-{index}-{incarnation}")
+                return ray.remote(RewardActor).options(**options).remote(
+                    name, reward.spec(name), reward.options, reward.self_test)
+            self.pools[name] = ActorPool(
+                f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
+                start_timeout_s=60, max_deaths=4)
+        self.scoring = Scoring(self.config, self.pools)
+        self.drive(lambda: all(pool.all_ready for pool in self.pools.values()))
+        return self
+
+    def __exit__(self, *exc):
+        for pool in self.pools.values():
+            pool.shutdown()
+
+    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1):
+        order = (step, group, shard)
+        self.scoring.submit(
+            f"group {group} shard {shard}", order, ray.put(images), [PromptRecord(prompt)] * len(images),
+            lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step), group=(group, shards))
+
+    def drive(self, done):
+        while not done():
+            ready = wait_for_events(list(self.pools.values()), [], "the test", longest_s=0.2)
+            for pool in self.pools.values():
+                pool.settle(ready)
+
+    def finish(self, shards):
+        self.drive(lambda: len(self.results) == shards)
+        self.scoring.check_budget()
+        return [self.results[key] for key in sorted(self.results)]
+
+
+def config_of(rewards: dict, **pools) -> Config:
+    return load(None, {"rewards": rewards, "pools.reward": {name: {"num_cpus": 0.1} for name in rewards}})
+
+
+def pictures(n, seed=0, victim=None):
+    images = np.random.default_rng(seed).integers(0, 200, (n, 8, 8, 3), np.uint8)
+    if victim is not None:
+        images[victim, 0, 0] = own_rewards.VICTIM
+    return images
+
+
+def own(function, **more):
+    return {"python": f"own_rewards:{function}", **more}
+
+
+def test_functions_classes_and_second_instances_score_side_by_side(ray_cluster):
+    rewards = {"bright": own("brightness", options={"scale": 2.0}), "words": own("length"), "jpeg_compressibility": {},
+               "size": {"type": "jpeg_compressibility", "weight": 0.0}}
+    images = pictures(3)
+    with Bench(config_of(rewards)) as bench:
+        bench.submit(images, prompt="seven!!")
+        scores = bench.finish(1)[0].scores
+    assert list(scores) and scores.keys() == {"bright", "words", "words_wide", "jpeg_compressibility", "size"}
+    assert np.allclose(scores["bright"], images.reshape(3, -1).mean(1) / 255 * 2)
+    assert scores["words"].tolist() == [7, 7, 7] and scores["words_wide"].tolist() == [8, 8, 8]
+    assert scores["size"].tobytes() == scores["jpeg_compressibility"].tobytes() and (scores["size"] < 0).all()
+
+
+def test_a_reward_of_groups_gets_the_whole_group_whatever_the_order(ray_cluster):
+    images = [pictures(2, seed) for seed in range(4)]
+    with Bench(config_of({"place": own("rank_in_group")})) as bench:
+        for group, shard in ((1, 1), (0, 1), (0, 0), (1, 0)):
+            bench.submit(images[2 * group + shard], group=group, shard=shard, shards=2)
+        a, b, c, d = bench.finish(4)
+    for first, second, group in ((a, b, images[:2]), (c, d, images[2:])):
+        expected = own_rewards.rank_in_group(np.concatenate(group), ["p"] * 4, [{}] * 4, [0] * 4)
+        assert np.concatenate([first.scores["place"], second.scores["place"]]).tolist() == expected.tolist()
+
+
+def test_monitors_leave_steps_out(ray_cluster):
+    rewards = {"bright": own("brightness"), "now_and_then": own("length", weight=0.0, every_steps=3)}
+    with Bench(config_of(rewards)) as bench:
+        for step in range(1, 7):
+            bench.submit(pictures(2), step=step)
+        scores = bench.finish(6)
+    assert ["now_and_then" in s.scores for s in scores] == [False, False, True, False, False, True]
+    assert all("bright" in s.scores and s.valid.all() for s in scores)
+
+
+def test_batch_invariant_rewards_are_filled_up_and_score_the_same(ray_cluster):
+    images = [pictures(3, seed) for seed in range(12)]
+    with Bench(config_of({"fillable": own("fillable")})) as bench:
+        for number, batch in enumerate(images):
+            bench.submit(batch, group=number)
+        scores = bench.finish(12)
+    for batch, s in zip(images, scores, strict=True):
+        assert s.scores["fillable"].tolist() == own_rewards.brightness(batch, None, None).tolist()
+    sizes = np.concatenate([s.scores["batch"] for s in scores])
+    assert sizes.max() == 15 and sizes.min() >= 3, "up to 16 images, in whole shards of 3"
+
+
+def test_a_slow_replica_holds_up_only_the_call_that_it_is_at(ray_cluster, tmp_path):
+    with Bench(config_of({"slow_on_one_actor": own("slow_on_one_actor", options={"folder": str(tmp_path)})}), 2) as bench:
+        for number in range(8):
+            bench.submit(pictures(2, number), group=number)
+        scores = bench.finish(8)
+    pids = [int(s.scores["pid"][0]) for s in scores]
+    assert pids.count(int((tmp_path / "slow").read_text())) == 1
+    for number, s in enumerate(scores):
+        assert np.allclose(s.scores["slow_on_one_actor"], own_rewards.brightness(pictures(2, number), None, None))
+
+
+FAULTS = ["raise", "hang", "die", "nan", "short", "empty", "words"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_masks_its_image_alone_and_is_counted(fault, ray_cluster):
+    # Counted from when the call can start: a fresh actor needs no time for the import of a function of one's own.
+    settings = own("faulty", options={"fault": fault}, timeout_s=3.0)
+    images = [pictures(4, 0), pictures(4, 1, victim=2), pictures(4, 2)]
+    with Bench(config_of({"faulty": settings})) as bench:
+        for number, batch in enumerate(images):
+            bench.submit(batch, group=number)
+        results = bench.finish(3)
+        counts, pool = bench.scoring.counts, bench.pools["faulty"].counts
+    for number, (batch, result) in enumerate(zip(images, results, strict=True)):
+        expected = own_rewards.brightness(batch, None, None)
+        wrong = [2] if number == 1 else []
+        assert np.flatnonzero(~result.valid).tolist() == wrong and not result.dropped
+        assert np.flatnonzero(np.isnan(result.scores["faulty"])).tolist() == wrong, "no score is no 0"
+        assert np.array_equal(np.delete(result.scores["faulty"], wrong), np.delete(expected, wrong))
+    assert counts["failures/faulty"] == 1 and counts["retries/faulty"] == 1
+    assert pool["deaths"] == (4 if fault == "die" else 0) and pool["timeouts"] == (2 if fault == "hang" else 0)
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "die", "nan", "empty"])
+def test_a_group_without_a_score_is_masked_as_a_whole(fault, ray_cluster):
+    settings = own("faulty_group", options={"fault": fault}, timeout_s=3.0, max_failure_rate=1.0)
+    with Bench(config_of({"faulty_group": settings})) as bench:
+        for group in (0, 1):
+            for shard in (0, 1):
+                victim = 1 if (group, shard) == (1, 0) else None
+                bench.submit(pictures(2, shard, victim), group=group, shard=shard, shards=2)
+        results = bench.finish(4)
+        assert [r.valid.all() for r in results] == [True, True, False, False]
+        assert bench.scoring.counts["failures/faulty_group"] == 4 and bench.scoring.counts["retries/faulty_group"] == 1
+    assert np.isnan(np.concatenate([r.scores["faulty_group"] for r in results[2:]])).all()
+
+
+def test_policies_fail_and_drop_group(ray_cluster):
+    with Bench(config_of({"faulty": own("faulty", on_failure="fail")})) as bench:
+        bench.submit(pictures(4, victim=1))
+        message = r"failed on group 0 shard 0 image 1: ValueError: this image is beyond me.*is fail"
+        with pytest.raises(FlowGrpoError, match=message):
+            bench.finish(1)
+    with Bench(config_of({"faulty": own("faulty", on_failure="drop_group")})) as bench:
+        bench.submit(pictures(4, victim=1))
+        assert bench.finish(1)[0].dropped
+
+
+def test_no_retries_and_more_retries(ray_cluster):
+    for retries, counted in ((0, 0), (3, 3)):
+        with Bench(config_of({"faulty": own("faulty", retries=retries, max_failure_rate=1.0)})) as bench:
+            bench.submit(pictures(4, victim=1))
+            result = bench.finish(1)[0]
+            assert result.valid.sum() == (0 if retries == 0 else 3), "without retries nobody knows which image it was"
+            assert bench.scoring.counts["retries/faulty"] == counted
+
+
+def test_too_many_failures_stop_the_run(ray_cluster):
+    with Bench(config_of({"faulty": own("faulty", max_failure_rate=0.2)})) as bench:
+        bench.submit(pictures(4, victim=1))
+        with pytest.raises(FlowGrpoError, match=r"no score for 1 of 4 images, more than rewards.faulty.max_failure_rate = 0.2"):
+            bench.finish(1)
+
+
+def test_a_failing_monitor_masks_nothing(ray_cluster):
+    rewards = {"bright": own("brightness"), "faulty": own("faulty", weight=0.0)}
+    with Bench(config_of(rewards)) as bench:
+        bench.submit(pictures(4, victim=1))
+        result = bench.finish(1)[0]
+    assert result.valid.all() and np.isnan(result.scores["faulty"]).tolist() == [False, True, False, False]
+
+
+def test_a_self_test_that_fails_stops_the_start(ray_cluster):
+    with pytest.raises(FlowGrpoError, match="could not start: reward upside_down fails its self-test: .*from high to low"):
+        Bench(config_of({"wrong": {"python": "upside_down:UpsideDown"}})).__enter__()
+    Bench(config_of({"wrong": {"python": "upside_down:UpsideDown", "self_test": False}})).__enter__().__exit__()

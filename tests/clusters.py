@@ -1,0 +1,102 @@
+"""Ray nodes on this machine as processes of their own, with ports and a temporary directory that collide with nobody's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+COMMON = ["--block", "--disable-usage-stats", "--object-store-memory", str(128 * 2**20), "--dashboard-agent-listen-port"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Nodes:
+    """The nodes of one cluster.
+
+    Attributes:
+        folder: Ray's temporary directory (RAY_TMPDIR); short, as Ray puts sockets into it.
+        address: of the head.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="fgn", dir="/tmp"))
+        self.address = f"127.0.0.1:{free_port()}"
+        self._processes: list[psutil.Process] = []
+        self._commands: list[subprocess.Popen] = []
+
+    def environment(self) -> dict[str, str]:
+        """For commands that would find this cluster by themselves, if they looked for one."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        tests = os.path.dirname(os.path.abspath(__file__))
+        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": tests}
+
+    def start_head(self, num_cpus: int) -> None:
+        self._start("--head", "--port", self.address.split(":")[1], "--include-dashboard", "false",
+                    "--ray-client-server-port", str(free_port()), "--num-cpus", str(num_cpus))
+        self._logs = (self.folder / "ray" / "session_latest").resolve() / "logs"
+
+    def add(self, num_cpus: int) -> None:
+        self._start("--address", self.address, "--num-cpus", str(num_cpus))
+
+    def _start(self, *args: str) -> None:
+        command = [str(Path(sys.executable).parent / "ray"), "start", *args, *COMMON, str(free_port()), "--node-ip-address",
+                   "127.0.0.1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env=self.environment(), start_new_session=True)
+        self._commands.append(process)
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        else:
+            raise RuntimeError("".join(said))
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+
+    def drivers(self) -> int:
+        """How many drivers have ever connected: each leaves a log of its own on the head."""
+        return len(list(self._logs.glob("python-core-driver-*")))
+
+    def alive(self) -> bool:
+        return all(command.poll() is None for command in self._commands)
+
+    def stop(self) -> None:
+        """End the nodes, and nothing but their own processes."""
+        for command in reversed(self._commands):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes += psutil.Process(command.pid).children(recursive=True)
+            command.send_signal(signal.SIGTERM)
+        for command in self._commands:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                command.wait(timeout=20)
+            command.kill()
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def cluster(num_cpus: int) -> Iterator[Nodes]:
+    """A cluster of one node; it ends with the block."""
+    nodes = Nodes()
+    try:
+        nodes.start_head(num_cpus)
+        yield nodes
+    finally:
+        nodes.stop()

@@ -1,0 +1,93 @@
+"""Actors that wait for each other, and tell in files what happened before what. The folder comes through EVENTS."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from actors.learner import LearnerActor
+from actors.reward import RewardActor
+from actors.rollout import RolloutActor
+
+
+def event(name: str) -> Path:
+    return Path(os.environ["EVENTS"]) / name
+
+
+def wait_for(name: str, seconds: float = 60.0) -> None:
+    """Raises TimeoutError where the event does not come."""
+    deadline = time.monotonic() + seconds
+    while not event(name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not happen within {seconds:g} s")
+        time.sleep(0.02)
+
+
+def once(name: str) -> bool:
+    """True for the first who asks."""
+    try:
+        event(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class Teller(RolloutActor):
+    """Tells which shards it has sampled, and the last one waits for LAST_WAITS_FOR where that is set."""
+
+    def sample(self, request, negative, *conditionings):
+        _, _, group, sample = request.noise_keys[0]
+        if (group, sample) == (3, 2) and "LAST_WAITS_FOR" in os.environ:
+            wait_for(os.environ["LAST_WAITS_FOR"])
+        answer = super().sample(request, negative, *conditionings)
+        event(f"sampled-{group}-{sample}").touch()
+        return answer
+
+
+class TellingReward(RewardActor):
+    """Tells how many images it has scored."""
+
+    def score(self, prompts, metadata, group_ids, only, *shards):
+        answer = super().score(prompts, metadata, group_ids, only, *shards)
+        event(f"scored-{len(prompts)}-{time.monotonic_ns()}").touch()
+        return answer
+
+
+class TellingLearner(LearnerActor):
+    """Tells what had happened before its first micro-step."""
+
+    def accumulate(self, *args):
+        if once("learning"):
+            before = sorted(path.name for path in event("").iterdir())
+            event("before-learning").write_text("\n".join(before))
+        return super().accumulate(*args)
+
+
+class LateReward(RewardActor):
+    """One call of the run answers when it is told to."""
+
+    def score(self, prompts, metadata, group_ids, only, *shards):
+        if once("late-score"):
+            wait_for("reward-may-answer")
+        return super().score(prompts, metadata, group_ids, only, *shards)
+
+
+class LateRollout(RolloutActor):
+    """One sample call of the run answers when it is told to."""
+
+    def sample(self, request, negative, *conditionings):
+        if once("late-sample"):
+            wait_for("rollout-may-answer")
+        return super().sample(request, negative, *conditionings)
+
+
+class Worker:
+    """Waits as long as it is told, and answers with what it is told."""
+
+    def ready(self) -> int:
+        return os.getpid()
+
+    def work(self, seconds: float, value: str) -> str:
+        time.sleep(seconds)
+        return value

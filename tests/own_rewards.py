@@ -1,0 +1,79 @@
+"""Rewards as a user writes them: functions, one of whole groups, and some that go wrong on one marked image."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+
+VICTIM = (201, 7, 99)  # the first pixel of the image that goes wrong
+
+
+def brightness(images, prompts, metadata, *, scale=1.0):
+    """Mean of all pixels."""
+    return images.reshape(len(images), -1).mean(axis=1) / 255 * scale
+
+
+def length(images, prompts, metadata):
+    """Characters of the prompt, and the images as a second score."""
+    return {"characters": [float(len(p)) for p in prompts], "wide": [float(i.shape[1]) for i in images]}
+
+
+def rank_in_group(images, prompts, metadata, group_ids):
+    """Place of an image in its group by brightness, 0 to 1; needs the whole group."""
+    assert len(set(group_ids)) == 1 and len(images) > 1
+    return np.argsort(np.argsort(brightness(images, prompts, metadata))) / (len(images) - 1)
+
+
+rank_in_group.scope = "group"
+rank_in_group.range = (0.0, 1.0)
+
+
+def fillable(images, prompts, metadata):
+    """Brightness, and how many images the call had."""
+    return {"fillable": brightness(images, prompts, metadata), "batch": np.full(len(images), float(len(images)))}
+
+
+fillable.batch_invariant = True
+
+
+def slow_on_one_actor(images, prompts, metadata, *, folder=""):
+    """Whoever comes first is slow for good."""
+    slow = os.path.join(folder, "slow")
+    try:
+        os.close(os.open(slow, os.O_CREAT | os.O_EXCL))
+        with open(slow, "w") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        pass
+    with open(slow) as file:
+        if file.read() == str(os.getpid()):
+            time.sleep(6)
+    return {"slow_on_one_actor": brightness(images, prompts, metadata), "pid": np.full(len(images), float(os.getpid()))}
+
+
+def faulty(images, prompts, metadata, *, fault="raise"):
+    """Brightness; on the marked image what `fault` says."""
+    scores = brightness(images, prompts, metadata)
+    hits = np.flatnonzero((images[:, 0, 0] == VICTIM).all(axis=1))
+    if not len(hits):
+        return scores
+    if fault == "raise":
+        raise ValueError("this image is beyond me")
+    if fault == "hang":
+        time.sleep(3600)
+    if fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "nan":
+        scores[hits[0]] = np.nan
+    return {"short": scores[:-1], "empty": [], "words": ["good"] * len(images)}.get(fault, scores)
+
+
+def faulty_group(images, prompts, metadata, group_ids, *, fault="raise"):
+    """The same for a whole group."""
+    return faulty(images, prompts, metadata, fault=fault)
+
+
+faulty_group.scope = "group"

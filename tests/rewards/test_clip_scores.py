@@ -1,0 +1,186 @@
+import base64
+import io
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny_clip
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import CLIPModel, CLIPTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from flowgrpo_ray import rewards
+from flowgrpo_ray.rewards import RewardError
+
+PROMPTS = ["a red cat", "a dog", "a red cat", "two birds", ""]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_clip.build(tmp_path_factory.mktemp("clip"))
+
+
+def noise(n, height=40, width=56, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, height, width, 3), np.uint8)
+
+
+def made(name, folder, **options):
+    processor = {"processor": str(folder)} if name == "pickscore" else {}
+    return rewards.get(name, model=str(folder), **processor, **options)
+
+
+def logits(folder, images, prompts):
+    """CLIPModel's own `logits_per_image`, [n, n]."""
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)(images=[Image.fromarray(i) for i in images], return_tensors="pt")
+    words = CLIPTokenizer.from_pretrained(folder)(prompts, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return CLIPModel.from_pretrained(folder)(**words, **pixels).logits_per_image.numpy()
+
+
+@pytest.mark.parametrize(("name", "options", "divisor"), [
+    ("pickscore", {}, 26), ("clipscore", {}, 30), ("clipscore", {"scale": 7.5}, 7.5), ("clipscore", {"scale": 100}, 100)])
+def test_scores_are_the_models_logits_as_published(folder, name, options, divisor):
+    images = noise(5)
+    result = made(name, folder, **options).score(images, PROMPTS, [{}] * 5)
+    assert list(result) == [name] and result[name].dtype == np.float32
+    np.testing.assert_allclose(result[name], logits(folder, images, PROMPTS).diagonal() / divisor, atol=1e-6)
+    assert np.ptp(result[name]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clipscore"])
+def test_a_score_does_not_depend_on_the_batch(folder, name):
+    images = noise(6)
+    prompts = [*PROMPTS, "a very long prompt of more letters than there is room for"]
+    reward = made(name, folder)
+    together = reward.score(images, prompts, [{}] * 6)[name]
+    alone = [made(name, folder).score(images[i : i + 1], prompts[i : i + 1], [{}])[name] for i in range(6)]
+    turned = made(name, folder, batch_size=1).score(images[::-1], prompts[::-1], [{}] * 6)[name][::-1]
+    assert together.tobytes() == np.concatenate(alone).tobytes() == turned.tobytes()
+    assert reward.score(noise(0), [], [])[name].shape == (0,)
+
+
+def test_the_range_follows_the_scale(folder):
+    assert made("clipscore", folder).range == pytest.approx((-100 / 30, 100 / 30))
+    assert made("clipscore", folder, scale=1).range == (-100, 100)
+    assert rewards.reward_class("clipscore").range == pytest.approx((-100 / 30, 100 / 30))
+
+
+def test_red_and_blue_are_not_mixed_up(folder):
+    """In BGR the two pictures would swap their scores."""
+    pictures = np.zeros((2, 32, 32, 3), np.uint8)
+    pictures[0, ..., 0] = pictures[1, ..., 2] = 255
+    got = made("clipscore", folder).score(pictures, ["a"] * 2, [{}] * 2)["clipscore"]
+    np.testing.assert_allclose(got, logits(folder, pictures, ["a"] * 2).diagonal() / 30, atol=1e-6)
+    assert abs(got[0] - got[1]) > 1e-3
+
+
+def negated(folder, target):
+    """A copy of the model that prefers exactly what the other does not."""
+    copy = shutil.copytree(folder, target)
+    weights = load_file(copy / "model.safetensors")
+    weights["text_projection.weight"] = -weights["text_projection.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clipscore"])
+def test_the_self_test_catches_a_model_with_the_wrong_order(folder, tmp_path, name):
+    both = [made(name, folder), made(name, negated(folder, tmp_path / "negated"))]
+    case = both[0].self_test_case()
+    assert case.images[0, 0, 0].tolist() == [255, 0, 0] and case.images[1, 0, 0].tolist() == [0, 0, 255]
+    right, wrong = sorted(both, key=lambda r: -np.subtract(*r.score(case.images, case.prompts, [{}] * 2)[name]))
+    right.self_test()
+    with pytest.raises(RewardError, match=f"reward {name} fails its self-test: known pictures should score from high to low"):
+        wrong.self_test()
+
+
+def test_defaults_are_the_published_models():
+    options = {name: rewards.reward_class(name).options for name in ("pickscore", "clipscore", "image_similarity")}
+    assert options["pickscore"]["model"].default == "yuvalkirstain/PickScore_v1"
+    assert options["pickscore"]["processor"].default == "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    assert {options[name]["model"].default for name in ("clipscore", "image_similarity")} == {"openai/clip-vit-large-patch14"}
+    with pytest.raises(RewardError, match="reward pickscore: option model: 'yuvalkirstain/PickScore_v1' cannot be loaded"):
+        rewards.get("pickscore")
+
+
+def test_modules_import_cheaply():
+    code = ("import sys, flowgrpo_ray.rewards.hpsv2, flowgrpo_ray.rewards.aesthetic, flowgrpo_ray.rewards.clip_scores; "
+            "print([m for m in ('torch', 'transformers', 'PIL', 'huggingface_hub') if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# image_similarity -----------------------------------------------------------------------------------------------------
+
+def write(path, image):
+    Image.fromarray(image).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def similarity(folder):
+    return made("image_similarity", folder)
+
+
+def test_similarity_is_the_cosine_of_the_models_embeddings(folder, similarity, tmp_path):
+    images, references = noise(3), noise(2, 64, 64, seed=1)
+    paths = [write(tmp_path / f"a picture {i}.png", r) for i, r in enumerate(references)]
+    buffer = io.BytesIO()
+    Image.fromarray(references[0]).save(buffer, format="PNG")
+    uris = [str(paths[0]), paths[1].as_uri(), f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"]
+    assert "%20" in uris[1]
+    with torch.no_grad():
+        pixels = CLIPImageProcessorPil.from_pretrained(folder)(
+            images=[Image.fromarray(i) for i in [*images, *references]], return_tensors="pt")
+        model = CLIPModel.from_pretrained(folder)
+        embedded = model.visual_projection(model.vision_model(**pixels).pooler_output)
+    wanted = torch.cosine_similarity(embedded[:3], embedded[[3, 4, 3]]).numpy()
+    got = similarity.score(images, [""] * 3, [{"image": uri} for uri in uris])["image_similarity"]
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    assert np.ptp(got) > 1e-3
+
+
+def test_a_reference_is_read_once_and_its_mode_converted(folder, tmp_path):
+    reward, image = made("image_similarity", folder), noise(1)
+    path = tmp_path / "alpha.png"
+    Image.fromarray(np.concatenate([image[0], np.full((40, 56, 1), 9, np.uint8)], axis=2)).save(path)
+    metadata = [{"image": str(path)}]
+    first = reward.score(image, [""], metadata)["image_similarity"]
+    assert first[0] == pytest.approx(1, abs=1e-6)
+    path.write_bytes(b"gone")
+    assert reward.score(image, [""], metadata)["image_similarity"].tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize(("metadata", "message"), [
+    ({}, "needs a reference image in the prompt record"),
+    ({"image": ""}, "needs a reference image in the prompt record"),
+    ({"image": 3}, "needs a reference image in the prompt record"),
+    ({"image": "no/such/cat.png"}, "there is no reference image no/such/cat.png"),
+    ({"image": "file:///no/such/cat.png"}, "there is no reference image file:///no/such/cat.png"),
+    ({"image": "s3://bucket/cat.png"}, "reads local images: s3://bucket/cat.png is not one"),
+    ({"image": "https://host/cat.png"}, "reads local images: https://host/cat.png is not one"),
+    ({"image": "file://host/cat.png"}, "reads local images: file://host/cat.png is not one"),
+])
+def test_a_missing_reference_is_named_before_any_model_is_loaded(similarity, metadata, message):
+    problem = rewards.reward_class("image_similarity").check_prompt("a cat", metadata)
+    assert message in problem and '"image": "references/cat.png"' in problem
+    with pytest.raises(RewardError, match="prompt 'a cat': image_similarity"):
+        similarity.score(noise(1), ["a cat"], [metadata])
+
+
+@pytest.mark.parametrize("uri", ["data:image/png;base64,%%%", "data:image/png;base64,", "data:text/plain,cat", "broken.png"])
+def test_a_reference_that_is_no_image_is_named(similarity, tmp_path, monkeypatch, uri):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG no more")
+    with pytest.raises(RewardError, match=f"the reference image {uri} cannot be read"):
+        similarity.score(noise(1), [""], [{"image": uri}])
+
+
+def test_a_picture_is_most_like_itself(similarity):
+    similarity.self_test()
+    case = similarity.self_test_case()
+    scores = similarity.score(case.images, case.prompts, case.metadata)["image_similarity"]
+    assert scores[0] == pytest.approx(1, abs=1e-6) and scores[1] < 0.99

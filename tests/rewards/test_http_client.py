@@ -1,0 +1,176 @@
+import base64
+import io
+import pickle
+
+import numpy as np
+import pytest
+from answering import Server, in_turn, serving
+from PIL import Image
+
+from flowgrpo_ray.rewards import RewardError, http_client
+from flowgrpo_ray.rewards.http_client import HttpClient, HttpError, from_png, strict_json, to_base64, to_png, url_problem
+
+RED = np.zeros((9, 7, 3), np.uint8)
+RED[..., 0] = 255
+CHECKERBOARD = np.where(np.indices((8, 12)).sum(0)[..., None] % 2, np.uint8([0, 128, 255]), np.uint8([255, 3, 0]))
+NOISE = np.random.default_rng(0).integers(0, 256, (33, 20, 3), np.uint8)
+
+
+def client(url, **settings):
+    return HttpClient(url, who="remote", **{"timeout_s": 5.0, "retries": 2, "backoff_s": 0.0} | settings)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds that the client would have waited."""
+    found = []
+    monkeypatch.setattr(http_client.time, "sleep", found.append)
+    return found
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("image", [RED, CHECKERBOARD, NOISE])
+def test_png_keeps_every_pixel_and_the_order_of_colours(image):
+    back = from_png(to_base64(to_png(image)), max_pixels=10_000)
+    assert back.dtype == np.uint8 and np.array_equal(back, image)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(to_png(image)))), image)
+
+
+def test_red_is_red_for_another_reader():
+    assert Image.open(io.BytesIO(to_png(RED))).getpixel((3, 3)) == (255, 0, 0)
+
+
+def encoded(image, form):
+    buffer = io.BytesIO()
+    image.save(buffer, form)
+    return to_base64(buffer.getvalue())
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("*** no base64", "is no base64"),
+    (to_base64(b"hello"), "is no PNG"),
+    (to_base64(to_png(RED)[:40]), "PNG"),
+    (to_base64(to_png(NOISE)[:-500]), "damaged PNG"),
+    (to_base64(to_png(NOISE)[:200] + b"xxxx" + to_png(NOISE)[204:]), "damaged PNG"),
+    (encoded(Image.fromarray(RED), "JPEG"), "is no PNG"),
+    (encoded(Image.fromarray(RED).convert("RGBA"), "PNG"), "mode RGBA, not 8-bit RGB"),
+    (encoded(Image.fromarray(RED).convert("L"), "PNG"), "mode L"),
+    (to_base64(to_png(np.zeros((101, 100, 3), np.uint8))), "has 100 x 101 pixels, more than the 10000 allowed"),
+])
+def test_what_is_no_rgb_png_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        from_png(text, max_pixels=10_000)
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", "", "{"])
+def test_strict_json_refuses(text):
+    with pytest.raises(ValueError):
+        strict_json(text)
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+def test_post_sends_json_and_returns_json():
+    with serving(lambda method, path, body: (200, {"method": method, "twice": body["x"] * 2})) as server:
+        assert client(server.url + "/", headers={"X-Key": "k"}).post("/v1/score", {"x": 21}) == {"method": "POST", "twice": 42}
+    (_, path, _, headers), = server.requests
+    assert path == "/v1/score" and headers["X-Key"] == "k" and headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_busy_server_is_asked_again(status):
+    with serving(in_turn((status, {}), (status, {}), (200, [1]))) as server:
+        assert client(server.url).get("/health") == [1]
+    assert server.count("/health") == 3
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_server_that_stays_busy_is_an_error_after_bounded_tries(status):
+    with serving(in_turn((status, {"error": {"message": "no room"}}))) as server:
+        with pytest.raises(HttpError, match=rf"/x answered with HTTP {status}: no room \(tried 3 times\)") as error:
+            client(server.url).get("/x")
+    assert server.count("/x") == 3 and error.value.status == status
+
+
+@pytest.mark.parametrize(("status", "body", "said"), [
+    (500, {"error": {"message": "ValueError: broken"}}, "ValueError: broken"),
+    (400, {"error": {"field": "prompts[1]", "message": "is a number"}}, r"prompts\[1\]: is a number"),
+    (404, b"<h1>nothing here</h1>", "nothing here"),
+    (422, {"detail": "bad"}, "bad"),
+    (401, {"error": "no key"}, "no key"),
+    (302, b"", "HTTP 302"),
+])
+def test_other_statuses_are_errors_at_once_with_what_the_server_said(status, body, said):
+    with serving(in_turn((status, body, {"Location": "/elsewhere"}), (200, {}))) as server:
+        with pytest.raises(HttpError, match=said) as error:
+            client(server.url).post("/x", {})
+    assert len(server.requests) == 1
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.status, again.text) == (str(error.value), status, error.value.text)
+
+
+def test_no_answer_in_time_is_an_error_and_is_not_asked_again():
+    with serving(in_turn((200, Server.HANG))) as server:
+        with pytest.raises(RewardError, match=rf"no answer from {server.url}/x within 0.2 s"):
+            client(server.url, timeout_s=0.2).post("/x", {})
+        assert len(server.requests) == 1
+
+
+def test_a_lost_connection_is_tried_again():
+    with serving(in_turn((200, Server.CLOSE), (200, 7))) as server:
+        assert client(server.url).post("/x", {}) == 7
+    assert len(server.requests) == 2
+    with serving(in_turn((200, Server.CLOSE))) as server:
+        with pytest.raises(RewardError, match=r"connection.*\(tried 3 times\)"):
+            client(server.url).post("/x", {})
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_is_not_there_is_named():
+    with serving(in_turn((200, 1))) as server:
+        asked = client(server.url, retries=1)
+        assert asked.get("/health") == 1
+        server.stop()
+        with pytest.raises(RewardError, match=rf"{server.url}/health: .*Connection refused.*\(tried 2 times\)"):
+            asked.get("/health")
+
+
+@pytest.mark.parametrize("body", [b"fine", b'{"score": NaN}', b"", b"\xff\xfe"])
+def test_an_answer_that_is_no_json_is_an_error(body):
+    with serving(in_turn((200, body))) as server, pytest.raises(RewardError, match="/x is no JSON"):
+        client(server.url).get("/x")
+
+
+def test_waits_double_up_to_a_bound(waits):
+    with serving(in_turn((503, {}))) as server, pytest.raises(HttpError):
+        client(server.url, retries=8, backoff_s=0.5).get("/x")
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_the_server_may_ask_for_a_longer_wait(waits):
+    answers = [(503, {}, {"Retry-After": text}) for text in ("7", "9999", "Mon, 30 Nov 2026 01:00:00 GMT")]
+    with serving(in_turn(*answers, (200, 1))) as server:
+        assert client(server.url, retries=3, backoff_s=1.0).get("/x") == 1
+    assert waits == [7, 30, 4]
+
+
+def test_nan_is_not_sent():
+    with serving(in_turn((200, 1))) as server:
+        with pytest.raises(ValueError):
+            client(server.url).post("/x", {"score": float("nan")})
+        assert server.requests == []
+
+
+@pytest.mark.parametrize("value", ["127.0.0.1:8000", "ftp://host", "http://", "", "localhost"])
+def test_a_wrong_address_is_named(value):
+    assert f"option url is {value!r}" in url_problem("url", value, "http://127.0.0.1:1")
+
+
+def test_the_address_is_needed():
+    assert "option url is needed" in url_problem("url", None, "http://127.0.0.1:1")
+    assert url_problem("url", "https://host/v1", "x") is None
+
+
+def test_base64_is_the_standard_one():
+    assert to_base64(b"\xfb\xff") == base64.b64encode(b"\xfb\xff").decode() == "+/8="
