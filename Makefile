@@ -59,6 +59,8 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install -qq -e '.[ocr,dev]'; \
 	echo "installing the OCR models (the rapidocr wheel, without the packages that it names)"; \
 	$(PY) -m pip install -qq --no-deps rapidocr==3.10.0; \
+	echo "installing image-reward (without the older packages that it names and does not need here)"; \
+	$(PY) -m pip install -qq --no-deps image-reward==1.5; \
 	touch $(STAMP)
 
 clean:

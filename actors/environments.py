@@ -92,7 +92,7 @@ def check_environments(config: Config) -> None:
             raise ConfigError(f"{what} is not an absolute path (it has to be right in any folder, on every node)")
         found = examine(path) if _all_here() else _examine_there(what, path, config.reward_pool(name))
         if found is not None:
-            problem = _problem(found)
+            problem = _problem(found, path)
             if problem:
                 raise ConfigError(f"{what} on {found['node']} {problem}")
 
@@ -116,7 +116,7 @@ def examine(path: str) -> dict[str, str | None]:
         return out | {"error": f"does not run as a Python does: {last}"}
 
 
-def _problem(found: dict[str, str | None]) -> str | None:
+def _problem(found: dict[str, str | None], path: str) -> str | None:
     """What is wrong with a foreign Python, as the end of a sentence."""
     if found["error"]:
         return found["error"]
@@ -125,9 +125,9 @@ def _problem(found: dict[str, str | None]) -> str | None:
     if theirs[1].split(".")[:2] != ours[1].split(".")[:2]:
         return f"is {both}: the first two parts of Python's version have to agree"
     if theirs[0] != ours[0]:
-        return f"is {both}: the two have to have the same Ray; install it there: -m pip install ray=={ours[0]} numpy"
+        return f"is {both}: both need the same Ray: {path} -m pip install ray=={ours[0]} numpy"
     if found["numpy"] is None:
-        return "has no numpy, which a reward's actor needs; install it there: -m pip install numpy"
+        return f"has no numpy, which a reward's actor needs: {path} -m pip install numpy"
     return None
 
 

@@ -98,6 +98,20 @@ def test_two_ranks_split_and_colocated_agree(folder):
     assert_same_result(split, together)
 
 
+def test_one_and_two_ocr_actors(folder):
+    """Real PaddleOCR: which actor reads a shard, and beside what, changes no score."""
+    runs = []
+    for replicas in (1, 2):
+        config = small_config(folder, f"ocr-{replicas}", steps=2, overrides={
+            "rewards": {"ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}}},
+            "pools.reward": {"ocr": {"num_cpus": 0.1, "replicas": replicas}}, "sampling.num_steps": 8,
+            "sampling.groups_per_step": 2})
+        runs.append(run(config))
+    assert_same_result(*runs)
+    assert [row["updates"] for row in runs[0].rows] == [2, 4]
+    assert all(row["reward_std/ocr"] > 0 and row["masked_samples"] == 0 for row in runs[0].rows)
+
+
 def test_stop_and_resume_equals_never_stopped(folder):
     overrides = {"eval.every_steps": 2, "checkpoint.every_steps": 2, "advantage.baseline": "history"}
     through = run(small_config(folder, "through", steps=4, overrides=overrides))
