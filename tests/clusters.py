@@ -42,8 +42,8 @@ class Nodes:
     def environment(self) -> dict[str, str]:
         """For commands that would find this cluster by themselves, if they looked for one."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        tests = os.path.dirname(os.path.abspath(__file__))
-        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": tests}
+        path = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(path)}
 
     def start_head(self, num_cpus: int) -> None:
         self._start("--head", "--port", self.address.split(":")[1], "--include-dashboard", "false",

@@ -15,7 +15,7 @@ def event(name: str) -> Path:
     return Path(os.environ["EVENTS"]) / name
 
 
-def wait_for(name: str, seconds: float = 60.0) -> None:
+def wait_for(name: str, seconds: float = 45.0) -> None:
     """Raises TimeoutError where the event does not come."""
     deadline = time.monotonic() + seconds
     while not event(name).exists():
@@ -52,6 +52,19 @@ class TellingReward(RewardActor):
         answer = super().score(prompts, metadata, group_ids, only, *shards)
         event(f"scored-{len(prompts)}-{time.monotonic_ns()}").touch()
         return answer
+
+
+class ScoresBesideAnother(RewardActor):
+    """Its first call waits until another actor of the reward scores too."""
+
+    def score(self, prompts, metadata, group_ids, only, *shards):
+        if once(f"scoring-{os.getpid()}"):
+            deadline = time.monotonic() + 60
+            while len(list(event("").glob("scoring-*"))) < 2:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("no other actor scores")
+                time.sleep(0.02)
+        return super().score(prompts, metadata, group_ids, only, *shards)
 
 
 class TellingLearner(LearnerActor):

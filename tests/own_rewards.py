@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import zlib
 
 import numpy as np
 
@@ -52,6 +53,19 @@ def slow_on_one_actor(images, prompts, metadata, *, folder=""):
         if file.read() == str(os.getpid()):
             time.sleep(6)
     return {"slow_on_one_actor": brightness(images, prompts, metadata), "pid": np.full(len(images), float(os.getpid()))}
+
+
+def fingerprint(images, prompts, metadata):
+    """A number that depends on every byte and its place."""
+    return [float(zlib.crc32(image.tobytes())) for image in images]
+
+
+def fingerprint_group(images, prompts, metadata):
+    """The same for a whole group."""
+    return fingerprint(images, prompts, metadata)
+
+
+fingerprint_group.scope = "group"
 
 
 def faulty(images, prompts, metadata, *, fault="raise"):

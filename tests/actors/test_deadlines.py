@@ -103,7 +103,7 @@ def test_late_scores_and_samples_change_nothing_but_the_count(tmp_path, slow_kil
                 ray.wait(pool._late, num_returns=len(pool._late), timeout=60)
 
     slow_kill(answered)
-    overrides = {f"rewards.{REWARD}.timeout_s": 8.0, "pools.rollout.timeout_s": 8.0, "pools.rollout.env": env,
+    overrides = {f"rewards.{REWARD}.timeout_s": 8.0, "pools.rollout.timeout_s": 15.0, "pools.rollout.env": env,
                  f"pools.reward.{REWARD}.env": env}
     finished = run(small_config(tmp_path, "late", steps=1, overrides=overrides), watcher, reward_class=ordered.LateReward,
                    rollout_class=ordered.LateRollout)

@@ -6,6 +6,7 @@ import os
 import signal
 
 import numpy as np
+import ordered
 import pytest
 import ray
 from reference import train_reference
@@ -98,18 +99,20 @@ def test_two_ranks_split_and_colocated_agree(folder):
     assert_same_result(split, together)
 
 
-def test_one_and_two_ocr_actors(folder):
+def test_one_and_two_ocr_actors(folder, tmp_path):
     """Real PaddleOCR: which actor reads a shard, and beside what, changes no score."""
-    runs = []
-    for replicas in (1, 2):
-        config = small_config(folder, f"ocr-{replicas}", steps=2, overrides={
-            "rewards": {"ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}}},
-            "pools.reward": {"ocr": {"num_cpus": 0.1, "replicas": replicas}}, "sampling.num_steps": 8,
-            "sampling.groups_per_step": 2})
-        runs.append(run(config))
-    assert_same_result(*runs)
-    assert [row["updates"] for row in runs[0].rows] == [2, 4]
-    assert all(row["reward_std/ocr"] > 0 and row["masked_samples"] == 0 for row in runs[0].rows)
+    ocr = {"rewards": {"ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}}},
+           "sampling.num_steps": 8, "sampling.groups_per_step": 2}
+
+    def config(replicas: int):
+        pool = {"num_cpus": 0.1, "replicas": replicas, "env": {"EVENTS": str(tmp_path)}}
+        return small_config(folder, f"ocr-{replicas}", steps=2, overrides={**ocr, "pools.reward": {"ocr": pool}})
+
+    one, two = run(config(1)), run(config(2), reward_class=ordered.ScoresBesideAnother)
+    assert len(list(tmp_path.glob("scoring-*"))) == 2
+    assert_same_result(one, two)
+    assert [row["updates"] for row in one.rows] == [2, 4]
+    assert all(row["reward_std/ocr"] > 0 and row["masked_samples"] == 0 for row in two.rows)
 
 
 def test_stop_and_resume_equals_never_stopped(folder):

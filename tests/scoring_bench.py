@@ -1,0 +1,71 @@
+"""Reward pools and the driver's loop around them, without anything that samples or learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import own_rewards
+import ray
+
+from actors.placement import actor_options
+from actors.pool import ActorPool, wait_for_events
+from actors.reward import RewardActor
+from actors.scoring import Scoring, ShardScores
+from flowgrpo_ray.config import Config, load
+from flowgrpo_ray.prompts import PromptRecord
+
+
+@dataclass
+class Bench:
+    """Use as a context manager; `replicas` actors per reward."""
+
+    config: Config
+    replicas: int = 1
+    results: dict[tuple, ShardScores] = field(default_factory=dict)
+
+    def __enter__(self) -> Bench:
+        self.pools = {}
+        for name, reward in self.config.rewards.items():
+            def spawn(index, incarnation, name=name, reward=reward):
+                options = actor_options(self.config.reward_pool(name), f"{id(self)}-{name}-{index}-{incarnation}")
+                return ray.remote(RewardActor).options(**options).remote(
+                    name, reward.spec(name), reward.options, reward.self_test)
+            self.pools[name] = ActorPool(
+                f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
+                start_timeout_s=60, max_deaths=4)
+        self.scoring = Scoring(self.config, self.pools)
+        self.drive(lambda: all(pool.all_ready for pool in self.pools.values()))
+        return self
+
+    def __exit__(self, *exc):
+        for pool in self.pools.values():
+            pool.shutdown()
+
+    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1):
+        order = (step, group, shard)
+        self.scoring.submit(
+            f"group {group} shard {shard}", order, ray.put(images), [PromptRecord(prompt)] * len(images),
+            lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step), group=(group, shards))
+
+    def drive(self, done):
+        while not done():
+            ready = wait_for_events(list(self.pools.values()), [], "the test", longest_s=0.2)
+            for pool in self.pools.values():
+                pool.settle(ready)
+
+    def finish(self, shards):
+        self.drive(lambda: len(self.results) == shards)
+        self.scoring.check_budget()
+        return [self.results[key] for key in sorted(self.results)]
+
+
+def config_of(rewards: dict, **pools) -> Config:
+    return load(None, {"rewards": rewards, "pools.reward": {name: {"num_cpus": 0.1} for name in rewards}})
+
+
+def pictures(n, seed=0, victim=None):
+    images = np.random.default_rng(seed).integers(0, 200, (n, 8, 8, 3), np.uint8)
+    if victim is not None:
+        images[victim, 0, 0] = own_rewards.VICTIM
+    return images
