@@ -1,6 +1,9 @@
 """geneval with real detectors and CLIPs: small, random, of transformers' own classes, saved to disk."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -33,7 +36,8 @@ NAMES = {0: "cat", 1: "dog", 2: "remote", 3: "N/A"}
 QUERIES = 5
 IMAGES = np.random.default_rng(3).integers(0, 256, (3, 40, 50, 3), np.uint8)
 DOGS = {"tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}]}
-needs_scipy = pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="Mask2Former of transformers needs scipy")
+needs_scipy = pytest.mark.skipif(
+    importlib.util.find_spec("scipy") is None, reason="scipy is not installed; a slow test runs this with it")
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +133,19 @@ def test_masks_are_those_of_transformers_own_post_processing(segmenter):
             rows, columns = np.nonzero(o.mask)
             assert o.box == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
     assert any(0 < o.mask.mean() < 1 for objects in found for o in objects)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("scipy") is not None, reason="scipy is there, so the test above has run")
+def test_the_same_with_scipy_in_a_folder_of_its_own(tmp_path):
+    """scipy stays out of the environment of the tests: transformers and diffusers import it into every process if they can."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "site")]
+    subprocess.run([*pip, "scipy>=1.13"], check=True)
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    name = test_masks_are_those_of_transformers_own_post_processing.__name__
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::{name}"],
+                          env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(importlib.util.find_spec("scipy") is not None, reason="scipy is there")
