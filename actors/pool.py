@@ -191,8 +191,10 @@ class ActorPool:
             if member.starting and member.starting[0][0] in ready:
                 self._go_on_starting(member)
             elif member.starting and time.monotonic() > member.start_deadline:
-                raise ResourceError(f"pool {self.name}: actor {member.index} was not ready within "
-                                    f"{self._start_timeout:g} s (pools.start_timeout_s){self._start_hint}")
+                free, total = ray.available_resources(), ray.cluster_resources()
+                left = ", ".join(f"{kind} {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
+                raise ResourceError(f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
+                                    f"(pools.start_timeout_s); free now, over all nodes: {left}{self._start_hint}")
             for ref in [ref for ref in member.running if ref in ready]:
                 if ref in member.running:  # a death settles all of a member's calls at once
                     self._finish(member, ref)
@@ -276,9 +278,9 @@ class ActorPool:
                 del member.running[ref]
                 self._settle(running.task, None, value, running.refs[1:])
 
-    def _replace(self, member: _Member) -> None:
+    def _replace(self, member: _Member, why: str = "died") -> None:
         if not self._respawns:
-            raise FlowGrpoError(f"pool {self.name}: actor {member.index} died, and with it a learner rank")
+            raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
         if self.counts["deaths"] + self.counts["timeouts"] > self._max_deaths:
             raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died (pools.max_actor_deaths)")
         elsewhere = {id(r.task) for m in self.members if m is not member for r in m.running.values() if not r.moved}
@@ -308,7 +310,7 @@ class ActorPool:
         del member.running[ref]
         self._late.append(ref)
         ray.kill(member.handle)
-        self._replace(member)
+        self._replace(member, f"gave no answer to {running.task.what} within {running.task.timeout_s:g} s")
         self._settle(running.task, TimeoutError(f"{running.task.what}: no answer within {running.task.timeout_s:g} s"))
 
     def count_late_answers(self) -> int:
