@@ -53,6 +53,7 @@ def small_cluster(monkeypatch):
             ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_growing_cluster_is_waited_for(small_cluster, tmp_path, monkeypatch):
     import ray
 

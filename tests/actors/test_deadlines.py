@@ -90,6 +90,7 @@ def test_a_call_that_never_answers_is_no_late_answer(bench):
     assert bench.pool.count_late_answers() == 0 and not bench.pool._late, "its ref was let go"
 
 
+@pytest.mark.slow
 def test_late_scores_and_samples_change_nothing_but_the_count(tmp_path, slow_kill):
     sound = run(small_config(tmp_path, "sound", steps=1))
     env = {"EVENTS": str(tmp_path)}

@@ -11,7 +11,7 @@ import pytest
 import ray
 from runs import Watcher, run, small_config
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 STEPS = 50
 MIB = 1 << 20

@@ -122,6 +122,7 @@ def test_a_path_with_a_space_and_a_quote(ray_cluster, python, tmp_path):
         assert len(pool.score(images())) == 3
 
 
+@pytest.mark.slow
 def test_training_with_a_reward_of_another_python(ray_cluster, python, tmp_path):
     config = runs.small_config(tmp_path, "foreign", 1, {
         "rewards.mine.python": "only_there:where", "rewards.mine.options": {"executable": python},

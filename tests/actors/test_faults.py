@@ -41,7 +41,7 @@ def reward_overrides(fault: str, fault_dir, **more) -> dict:
     return {f"pools.reward.{REWARD}.env": env, f"rewards.{REWARD}.timeout_s": timeout, **more}
 
 
-@pytest.mark.parametrize("fault", ["raise", "nan", "short", "hang", "die"])
+@pytest.mark.parametrize("fault", ["raise", "nan", "short", pytest.param("hang", marks=pytest.mark.slow), "die"])
 def test_a_failing_image_is_masked_and_counted(fault, folder, fault_dir):
     finished = run(small_config(folder, f"reward-{fault}", steps=1, overrides=reward_overrides(fault, fault_dir)),
                    reward_class=faulty.FaultyReward)
@@ -107,7 +107,8 @@ def test_recompute_goes_on_where_the_gate_would_stop(folder):
     assert finished.rows[0]["updates"] == 2
 
 
-@pytest.mark.parametrize(("actor", "counter"), [(faulty.HangsOnce, "timeouts"), (faulty.OutOfMemoryOnce, None)])
+@pytest.mark.parametrize(("actor", "counter"), [
+    pytest.param(faulty.HangsOnce, "timeouts", marks=pytest.mark.slow), (faulty.OutOfMemoryOnce, None)])
 def test_a_rollout_call_that_fails_once_changes_nothing(actor, counter, folder, fault_dir, sound):
     finished = run(small_config(folder, f"rollout-{actor.__name__}", steps=2, overrides={
         "pools.rollout.timeout_s": 20.0, "pools.rollout.env": {"FAULT_DIR": str(fault_dir)}}), rollout_class=actor)
@@ -122,7 +123,8 @@ def test_a_rollout_that_always_fails_ends_the_run(folder):
 
 
 @pytest.mark.parametrize(("actor", "message"), [
-    (faulty.LearnerDies, "learner rank 1 failed"), (faulty.LearnerHangs, "no answer within 20 s.*learner rank")])
+    (faulty.LearnerDies, "learner rank 1 failed"),
+    pytest.param(faulty.LearnerHangs, "no answer within 20 s.*learner rank", marks=pytest.mark.slow)])
 def test_a_lost_learner_rank_ends_the_run(actor, message, folder):
     overrides = {"pools.learner.replicas": 2, "pools.learner.timeout_s": 20.0, "pools.learner.collective_timeout_s": 60.0}
     with pytest.raises(FlowGrpoError, match=message):

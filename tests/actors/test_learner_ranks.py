@@ -11,7 +11,7 @@ from runs import Finished, Watcher, assert_same_bits, run, small_config
 
 from flowgrpo_ray.metrics import deterministic
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 TWO = {"pools.learner.replicas": 2}
 

@@ -9,7 +9,7 @@ from runs import assert_same_bits, run, small_config
 from flowgrpo_ray.report import write_report
 from flowgrpo_ray.samples import read_samples
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REWARDS = {
     "ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}},

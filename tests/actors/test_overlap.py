@@ -31,6 +31,7 @@ def test_the_learner_starts_while_the_last_shard_is_still_being_sampled(tmp_path
     assert {"sampled-0-0", "sampled-0-2"} <= set(before) and "sampled-3-2" not in before
 
 
+@pytest.mark.slow
 def test_global_advantages_wait_for_every_score(tmp_path):
     before = before_learning(tmp_path, "global", **{"advantage.std": "global"})
     assert len([name for name in before if name.startswith("sampled")]) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 
@@ -80,24 +81,29 @@ def judge(url, **more):
 
 KINDS = {"remote": (RewardService, remote, lambda image: image[..., 0].mean()),
          "vlm_judge": (ChatService, judge, lambda image: image[..., 0].mean() / 255)}
-FAULTS = [("remote", fault) for fault in ("500", "503", "hang", "close", "empty", "short", "nan", "unparsable", "words")] + [
-    ("vlm_judge", fault) for fault in ("500", "hang", "close", "empty", "unparsable", "outside", "nan")]
+FAULTS = {"remote": ("500", "503", "hang", "close", "empty", "short", "nan", "unparsable", "words"),
+          "vlm_judge": ("500", "hang", "close", "empty", "unparsable", "outside", "nan")}
 
 
-@pytest.mark.parametrize(("kind", "fault"), FAULTS)
-def test_a_fault_of_the_server_masks_its_image_alone_and_is_counted(kind, fault, ray_cluster):
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_the_server_masks_its_image_alone_and_is_counted(kind, ray_cluster):
+    """Every fault at once, a server and a reward each."""
     service, settings, expected = KINDS[kind]
     images = [pictures(3, 0), pictures(3, 1, victim=1)]
-    with serving(service(fault)) as server, Bench(config_of({"web": settings(server.url)})) as bench:
+    right = [[expected(image) for image in batch] for batch in images]
+    with contextlib.ExitStack() as stack:
+        servers = {f"web-{fault}": stack.enter_context(serving(service(fault))) for fault in FAULTS[kind]}
+        bench = stack.enter_context(Bench(config_of({name: settings(server.url) for name, server in servers.items()})))
         for number, batch in enumerate(images):
             bench.submit(batch, group=number)
         sound, faulty = bench.finish(2)
         counts = bench.scoring.counts
-    assert sound.valid.all() and np.allclose(sound.scores["web"], [expected(image) for image in images[0]], rtol=1e-6)
-    assert faulty.valid.tolist() == [True, False, True] and np.isnan(faulty.scores["web"]).tolist() == [False, True, False]
-    right = [expected(image) for image in images[1]]
-    assert np.allclose(faulty.scores["web"][[0, 2]], [right[0], right[2]], rtol=1e-6)
-    assert counts["failures/web"] == 1 and counts["retries/web"] == 1
+    assert sound.valid.all() and faulty.valid.tolist() == [True, False, True]
+    for name in servers:
+        assert np.allclose(sound.scores[name], right[0], rtol=1e-6), name
+        assert np.isnan(faulty.scores[name]).tolist() == [False, True, False], f"{name}: no score is no 0"
+        assert np.allclose(faulty.scores[name][[0, 2]], [right[1][0], right[1][2]], rtol=1e-6), name
+        assert counts[f"failures/{name}"] == 1 and counts[f"retries/{name}"] == 1, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
