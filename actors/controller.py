@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import ray
 
+from actors import head
 from actors.colocated import ColocatedActor
 from actors.environments import check_environments, start_hint
 from actors.evaluation import start_evaluation
@@ -75,12 +76,14 @@ class Controller:
     def __enter__(self) -> Controller:
         try:
             self._start()
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if head.gone(wait_s=1.0 if isinstance(exc[1] if exc else None, SystemExit) else 0.0):
+            return  # the actors went with it
         for pool in self.pools:
             pool.shutdown()
         if self.learners is not None:

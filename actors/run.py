@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import ray
 
+from actors import head
 from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked
@@ -49,18 +50,16 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
             raise ResourceError(f"cannot connect to Ray at {address} (--address or RAY_ADDRESS): {error}") from error
     else:
         need = asked(config)
-        # The head of a private Ray does not come back once it is gone (a signal to the whole process group ends it too).
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
         # Ray would make a reward's environment three times before it says why pip fails (pip retries the network itself).
         os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")
         # "local": a head that runs here already, or the trace of a dead one, is somebody else's.
-        ray.init(address="local", num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
+        head.start(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
     if callable(on_terminate) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its crash handler in place of the caller's
     try:
         yield
     finally:
-        ray.shutdown()
+        head.shut_down()
 
 
 def train(

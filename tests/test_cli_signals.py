@@ -1,0 +1,71 @@
+"""How a run ends that is told to end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from command import start, write_config
+
+from flowgrpo_ray import checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_folders():
+    """Ray's folders of the processes that `start` starts: short paths, since Ray puts sockets into them."""
+    yield
+    for folder in Path("/tmp").glob(f"fgc{os.getpid()}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_signals_end_the_run_and_its_actors(tmp_path):
+    """Ctrl-C gives 130, SIGTERM 143, to the process or (as `timeout` and job systems do) to its group, which ends Ray's own
+    processes with it; no process of any run is left, and the same command goes on."""
+    # On a busy machine Ray's library may end the driver of a group before it has ended itself, with the code 1.
+    ways = {"interrupt": ((130,), lambda pid: os.kill(pid, signal.SIGINT)),
+            "terminate": ((143,), lambda pid: os.kill(pid, signal.SIGTERM)),
+            "terminate-group": ((143, 1), lambda pid: os.killpg(pid, signal.SIGTERM))}
+    processes = {}
+    for way in ways:
+        (tmp_path / way).mkdir()
+        processes[way] = start(tmp_path / way, "train", write_config(tmp_path / way), "run.steps=1000")
+    for way, process in processes.items():
+        for line in process.stdout:
+            if line.startswith("step    2/1000"):
+                break
+        ways[way][1](process.pid)
+    for way, process in processes.items():
+        folder = tmp_path / way
+        _, err = process.communicate(timeout=120)
+        assert process.returncode in ways[way][0], (way, err)
+        run = f"{folder}/runs/small"
+        assert "Traceback" not in err
+        if way == "terminate-group":  # no time for a report
+            assert process.returncode == 1 or f"flowgrpo-ray report {run} writes the report" in err
+        else:
+            assert f"{run}/report.html" in err and Path(run, "report.html").exists()
+        left = _with_home(folder)
+        for _ in range(60):
+            if not left:
+                break
+            time.sleep(0.5)
+            left = _with_home(folder)
+        assert not left
+        assert checkpoint.latest(str(folder / "runs/small")).step >= 1, "the same command goes on from here"
+
+
+def _with_home(folder: Path) -> list[str]:
+    """Command lines of the processes that were started with this folder as their home."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HOME") == str(folder / "home") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+        except psutil.Error:
+            continue  # it ended, or is somebody else's
+    return found
