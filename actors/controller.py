@@ -25,7 +25,7 @@ from actors.sync import Published, agreed, verify
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step
-from flowgrpo_ray.preflight import Inputs
+from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.recorder import Recorder, step_row, updates_row
 from flowgrpo_ray.sampling.requests import evaluation_negative, sample_request
 from flowgrpo_ray.sections import EnvironmentConfig
@@ -101,7 +101,8 @@ class Controller:
             rewards[name] = ActorPool(
                 f"reward.{name}", pool.replicas, self._spawner(
                     self.reward_class, pool, f"reward.{name}",
-                    (name, reward.spec(name), reward.options, reward.self_test, pool.nice), reward.environment),
+                    (name, reward.spec(name), reward.options, reward.self_test, pool.nice,
+                     scope_of(name, reward)), reward.environment),
                 prepare=_ready, start_hint=start_hint(name, reward.environment), **common)
             self.pools.append(rewards[name])
         if not self.colocated:

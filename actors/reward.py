@@ -4,11 +4,12 @@ environment than the rest."""
 from __future__ import annotations
 
 import os
+import pickle
 import time
 
 import numpy as np
 
-from flowgrpo_ray.rewards import get, validated
+from flowgrpo_ray.rewards import RewardError, get, reward_class, validated
 from flowgrpo_ray.rewards.base import renamed
 
 
@@ -19,16 +20,27 @@ class RewardActor:
         name: key of the reward in the configuration; its scores carry this name.
         spec: what the registry is asked for: a reward's name, or `module:attribute`.
         self_test: score known pictures first; RewardError where that goes wrong.
+        scope: what the driver takes the reward's scope for, "sample" or "group".
     """
 
-    def __init__(self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0) -> None:
+    def __init__(
+        self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None
+    ) -> None:
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
         self._name = name
-        self._reward = get(spec, **options)
-        self._kind = self._reward.name
-        if self_test:
-            self._reward.self_test()
+        try:
+            self._reward = get(spec, **options)
+            self._kind = self._reward.name
+            if scope is not None and self._reward.scope != scope:
+                raise RewardError(f"reward {name} is scored per {self._reward.scope}, and the run takes it for one that is "
+                                  f"scored per {scope}: its module has to be importable where the run is started, too")
+            if self_test:
+                self._reward.self_test()
+        except ImportError as error:
+            needed = ", ".join(getattr(reward_class(spec), "packages", ())) or "its packages"
+            raise RewardError(f"reward {name} cannot be loaded in the environment of its actor ({error}); it needs {needed} "
+                              "there") from None
 
     def score(
         self, prompts: list[str], metadata: list[dict], group_ids: list[int] | None, only: int | None, *shards: np.ndarray
@@ -44,10 +56,25 @@ class RewardActor:
         images = shards[0] if len(shards) == 1 else np.concatenate(shards)
         if only is not None:
             images, prompts, metadata = images[only : only + 1], prompts[only : only + 1], metadata[only : only + 1]
-        scores = validated(self._reward.score(images, prompts, metadata, group_ids=group_ids), len(prompts), self._kind)
+        try:
+            result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
+        except Exception as error:
+            if _travels(error):
+                raise
+            raise RewardError(f"{type(error).__name__}: {error}") from None
+        scores = validated(result, len(prompts), self._kind)
         return {"scores": renamed(scores, self._kind, self._name),
                 "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
 
     def ready(self) -> int:
         """Answers with the process id once the constructor is through."""
         return os.getpid()
+
+
+def _travels(error: Exception) -> bool:
+    """Whether an exception can be sent to the driver as it is."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

@@ -15,7 +15,7 @@ import ray
 from actors.pool import ActorPool, Task
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.preflight import known_class
+from flowgrpo_ray.preflight import known_class, scope_of
 from flowgrpo_ray.prompts import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -84,10 +84,12 @@ class Scoring:
         self._asked: Counter[str] = Counter()  # images and failures by reward since the last `check_budget`
         self._failures: Counter[str] = Counter()
         classes = {name: known_class(name, config.rewards[name]) for name in pools}
-        self._of_groups = {name for name, cls in classes.items() if cls is not None and cls.scope == "group"}
-        # Images that one call of a batch-invariant reward is filled up to.
-        self._fill = {name: int(config.rewards[name].options.get("batch_size") or cls.batch_size)
-                      for name, cls in classes.items() if cls is not None and cls.batch_invariant and cls.scope == "sample"}
+        self._of_groups = {name for name in pools if scope_of(name, config.rewards[name]) == "group"}
+        self._owners: dict[str, str] = {name: name for name in config.rewards}  # which reward gives the score of a name
+        # Images that one call of a batch-invariant reward is filled up to; what its self-test has not checked is not believed.
+        self._fill = {
+            name: int(config.rewards[name].options.get("batch_size") or cls.batch_size) for name, cls in classes.items()
+            if cls is not None and cls.batch_invariant and cls.scope == "sample" and config.rewards[name].self_test}
         self._groups: dict[tuple[str, tuple], list[_Shard]] = {}  # shards of groups that are not whole yet
 
     def due(self, step: int) -> list[str]:
@@ -113,6 +115,8 @@ class Scoring:
         m = len(records)
         shard = _Shard(what, order, images, [r.prompt for r in records], [r.reward_metadata for r in records], on_scores,
                        ShardScores({}, np.ones(m, dtype=bool)), dict.fromkeys(rewards, m))
+        if not rewards:
+            on_scores(shard.result)
         for reward in rewards:
             self._asked[reward] += m
             if reward not in self._of_groups:
@@ -161,6 +165,10 @@ class Scoring:
         self.images[batch.reward] += batch.size
         rows = list(batch.rows())
         for key, values in answer["scores"].items():
+            owner = self._owners.setdefault(key, batch.reward)
+            if owner != batch.reward:
+                raise FlowGrpoError(f"rewards {owner} and {batch.reward} both give a score named {key!r}: give one of them "
+                                    "another name (rewards.<name>, with type or python)")
             for (shard, row), value in zip(rows, values, strict=True):
                 shard.result.scores.setdefault(key, np.full(shard.size, np.nan))[row] = value
         self._close(batch.reward, rows)

@@ -29,7 +29,14 @@ def rewards(name: Annotated[str | None, typer.Argument(
     from flowgrpo_ray.rewards import known_rewards, reward_class
 
     for known in known_rewards() if name is None else [name]:
-        cls = reward_class(known)
+        try:
+            cls = reward_class(known)
+        except ConfigError as error:
+            if name is not None:
+                raise
+            typer.secho(known, bold=True)  # one broken package must not hide the others
+            typer.echo(f"  {error}")
+            continue
         low, high = cls.range
         typer.secho(known, bold=True)
         typer.echo(f"  {cls.description}")
@@ -120,6 +127,9 @@ def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str
     from flowgrpo_ray.rewards import option_problems
 
     given: dict[str, dict[str, Any]] = {name: {} for name in rewards}
+    names = [short_name(name) for name in given]
+    if twice := [name for name in given if names.count(short_name(name)) > 1]:
+        raise ConfigError(f"--reward {' and '.join(twice)} would both be named {short_name(twice[0])}; score them one by one")
     for text in options or []:
         key, value = split_override(text)
         name, dot, rest = key.partition(".")

@@ -45,10 +45,19 @@ def check(config: Config) -> Inputs:
 
 
 def known_class(name: str, reward: RewardConfig) -> type[Reward] | None:
-    """The reward's class; None for code of one's own that may exist only in the environment that its actors run in."""
-    if reward.python and (reward.environment.py_executable or reward.environment.pip):
-        return None
-    return reward_class(reward.spec(name))
+    """The reward's class; None for code of one's own that exists only in the environment that its actors run in."""
+    try:
+        return reward_class(reward.spec(name))
+    except ConfigError:
+        if reward.python and (reward.environment.py_executable or reward.environment.pip):
+            return None
+        raise
+
+
+def scope_of(name: str, reward: RewardConfig) -> str:
+    """What a reward scores at once, "sample" or "group"; where its class is not known here, "sample", and its actor checks."""
+    cls = known_class(name, reward)
+    return "sample" if cls is None else cls.scope
 
 
 def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:

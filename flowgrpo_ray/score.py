@@ -66,8 +66,12 @@ def read_image(path: Path) -> np.ndarray:
 
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ConfigError(f"{path} has more than 8 bits a channel (mode {image.mode}); convert it to 8 bits first")
+            if "A" in image.getbands() and image.getchannel("A").getextrema()[0] < 255:
+                raise ConfigError(f"{path} is transparent in places; put it on a background first")
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise ConfigError(f"{path} cannot be read as an image: {error}") from error
 
 
@@ -89,6 +93,8 @@ def score_pictures(reward: Reward, name: str, pictures: Sequence[Picture]) -> No
             part = rows[start : start + step]
             try:
                 _score(reward, name, part)
+            except ConfigError:
+                raise
             except Exception as error:
                 if whole or len(part) == 1:
                     _fail(part, error)
@@ -106,6 +112,9 @@ def _score(reward: Reward, name: str, rows: Sequence[tuple[Picture, np.ndarray]]
                           group_ids=[p.number for p, _ in rows] if reward.scope == "group" else None)
     for key, values in renamed(validated(result, len(rows), reward.name), reward.name, name).items():
         for (picture, _), value in zip(rows, values, strict=True):
+            if key in picture.scores:
+                raise ConfigError(f"reward {name} gives a score named {key!r}, which another reward has given; score with one "
+                                  "of them at a time")
             picture.scores[key] = float(value)
 
 

@@ -22,8 +22,8 @@ class FaultyReward(RewardActor):
     file to find the victim with come through the environment.
     """
 
-    def __init__(self, name, spec, options, self_test=True, nice=0):
-        super().__init__(name, spec, options, self_test, nice)
+    def __init__(self, *args):
+        super().__init__(*args)
         inner, fault, folder = self._reward, os.environ["FAULT"], Path(os.environ["FAULT_DIR"])
 
         class Broken:

@@ -40,6 +40,31 @@ def fillable(images, prompts, metadata):
 fillable.batch_invariant = True
 
 
+def depends_on_batch(images, prompts, metadata):
+    """Says that it does not."""
+    return brightness(images, prompts, metadata) + len(images)
+
+
+depends_on_batch.batch_invariant = True
+
+
+def clash(images, prompts, metadata):
+    """A monitor with the name of another reward."""
+    return {"clash": brightness(images, prompts, metadata), "jpeg_compressibility": [1.0] * len(images)}
+
+
+class Secret(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, reason, number):
+        super().__init__(reason)
+
+
+def keeps_a_secret(images, prompts, metadata):
+    """Raises what cannot travel."""
+    raise Secret("the reason", 2)
+
+
 def slow_on_one_actor(images, prompts, metadata, *, folder=""):
     """Whoever comes first is slow for good."""
     slow = os.path.join(folder, "slow")

@@ -94,3 +94,19 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
     (folder / "b.png").write_bytes(b"no image")
     assert "b.png cannot be read as an image" in cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr
+
+
+def test_pictures_that_would_be_read_wrongly_are_refused(tmp_path):
+    folder, images = folder_of(tmp_path / "images", ["a.png"])
+    Image.fromarray(images[0][..., 0].astype(np.uint16) * 257).save(folder / "a.png")
+    assert "more than 8 bits a channel" in cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr
+    Image.fromarray(np.zeros((8, 8, 4), np.uint8)).save(folder / "a.png")
+    assert "is transparent in places" in cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr
+
+
+def test_scores_of_one_name_are_refused(tmp_path):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    result = cli(folder, "--reward", JPEG, "--reward", "own_rewards:clash", "--prompt", "x", code=2)
+    assert f"gives a score named '{JPEG}', which another reward has given" in result.stderr
+    result = cli(folder, "--reward", "own_rewards:length", "--reward", "scoring_bench:length", "--prompt", "x", code=2)
+    assert "would both be named length" in result.stderr

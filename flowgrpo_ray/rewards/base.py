@@ -11,6 +11,8 @@ import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
 
+LARGEST = 1e12  # of a score's absolute value: squares and sums of scores stay far from overflow
+
 # What `Reward.score` takes and gives, apart from the images.
 Metadata = Sequence[Mapping[str, Any]]
 GroupIds = Sequence[int] | None
@@ -134,6 +136,8 @@ class Reward(ABC):
         """
         case = self.self_test_case()
         if case is None:
+            if self.batch_invariant:
+                raise RewardError(f"reward {self.name} is declared batch_invariant, and has no self_test_case to check it with")
             return
         metadata = case.metadata or ({},) * len(case.prompts)
         ids = [0] * len(case.prompts)
@@ -224,6 +228,9 @@ def validated(result: Any, n: int, name: str) -> dict[str, np.ndarray]:
         wrong = np.flatnonzero(~np.isfinite(array))
         if wrong.size:
             raise RewardError(f"reward {name}: {key!r} is {array[wrong[0]]} at {wrong[:10].tolist()} of {n} images")
+        if (np.abs(array) > LARGEST).any():
+            found = array[np.abs(array).argmax()]
+            raise RewardError(f"reward {name}: {key!r} is {found:g}, which is no score (beyond {LARGEST:g})")
         out[key] = array
     return out
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, problems_of
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, SelfTest, problems_of
 
 ENTRY_POINTS = "flowgrpo_ray.rewards"
 _INPUTS = ("images", "prompts", "metadata")
@@ -83,7 +83,10 @@ def reward_class(name: str) -> type[Reward]:
     if not isinstance(entry, str):
         return entry
     module, attribute = _split(name, entry)
-    cls = getattr(importlib.import_module(module), attribute, None)
+    try:
+        cls = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:
+        raise ConfigError(f"reward {name!r} ({entry}) cannot be imported: {type(error).__name__}: {error}") from error
     if name not in _REGISTRY and callable(cls) and not isinstance(cls, type):
         return _of_function(name, cls)
     _check_class(name, cls)
@@ -131,8 +134,9 @@ def _own(path: str) -> type[Reward]:
         sys.path.insert(0, os.getcwd())  # a console script does not look into the folder it is called from
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {error}") from error
+    except Exception as error:  # whatever its code does when it is imported
+        raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}"
+                          ) from error
     found = getattr(module, attribute, None)
     if found is None:
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -156,6 +160,15 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
         ConfigError: the function does not take images, prompts and metadata.
     """
     parameters = inspect.signature(function).parameters
+    if positional := [key for key, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]:
+        raise ConfigError(f"reward {name}: the parameter {positional[0]} of the function is positional only; it is called with "
+                          "keywords")
+    scope, bounds = getattr(function, "scope", "sample"), getattr(function, "range", (-float("inf"), float("inf")))
+    if scope not in ("sample", "group"):
+        raise ConfigError(f"reward {name}: scope is {scope!r}{nearest(str(scope), ('sample', 'group'))}")
+    if not (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds)
+            and bounds[0] < bounds[1]):
+        raise ConfigError(f"reward {name}: range is {bounds!r}, not (lowest, highest)")
     takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if missing := [key for key in _INPUTS if key not in parameters and not takes_rest]:
         raise ConfigError(f"reward {name}: the function lacks the parameter {', '.join(missing)}; it has to be of the form "
@@ -167,6 +180,12 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     with_ids = "group_ids" in parameters or takes_rest
 
     class FunctionReward(Reward):
+        def self_test_case(self) -> SelfTest | None:
+            if not self.batch_invariant:
+                return None
+            pictures = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+            return SelfTest(pictures, ('the word "A"',) * 3, ordered=False)
+
         def score(
             self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
         ) -> Scores:
@@ -175,11 +194,13 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
             if not isinstance(result, Mapping):
                 return {self.name: result}
             first = next(iter(result), None)
+            if self.name in result:
+                return dict(result)  # if it is not the first, `validated` says so
             return {self.name if key == first else key: values for key, values in result.items()}
 
     FunctionReward.name = name
-    FunctionReward.range = tuple(getattr(function, "range", (-float("inf"), float("inf"))))
-    FunctionReward.scope = getattr(function, "scope", "sample")
+    FunctionReward.range = tuple(bounds)
+    FunctionReward.scope = scope
     FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
     FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
     FunctionReward.options = {

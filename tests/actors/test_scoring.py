@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import own_rewards
 import pytest
+import ray
 from scoring_bench import Bench, config_of, pictures
 
+from actors.reward import RewardActor
 from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.prompts import PromptRecord
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -156,3 +159,42 @@ def test_a_self_test_that_fails_stops_the_start(ray_cluster):
     with pytest.raises(FlowGrpoError, match="could not start: reward upside_down fails its self-test: .*from high to low"):
         Bench(config_of({"wrong": {"python": "upside_down:UpsideDown"}})).__enter__()
     Bench(config_of({"wrong": {"python": "upside_down:UpsideDown", "self_test": False}})).__enter__().__exit__()
+
+
+def test_two_scores_of_one_name_stop_the_run(ray_cluster):
+    for weight in (1.0, 0.0):
+        rewards = {"jpeg_compressibility": {}, "clash": own("clash", weight=weight)}
+        with Bench(config_of(rewards)) as bench:
+            bench.submit(pictures(2))
+            with pytest.raises(FlowGrpoError, match="rewards jpeg_compressibility and clash both give a score named 'jpeg_"):
+                bench.finish(1)
+
+
+def test_batch_invariance_that_is_only_said_stops_the_start(ray_cluster):
+    with pytest.raises(FlowGrpoError, match="declared batch_invariant, and its scores depend on the batch"):
+        Bench(config_of({"lies": own("depends_on_batch")})).__enter__()
+    with Bench(config_of({"fillable": own("fillable", self_test=False)})) as bench:  # not checked, so not made use of
+        for number in range(4):
+            bench.submit(pictures(3, number), group=number)
+        assert {size for s in bench.finish(4) for size in s.scores["batch"]} == {3.0}
+
+
+def test_an_error_that_cannot_travel_tells_its_reason(ray_cluster, caplog):
+    with Bench(config_of({"secret": own("keeps_a_secret", max_failure_rate=1.0)})) as bench:
+        bench.submit(pictures(2))
+        assert not bench.finish(1)[0].valid.any()
+    assert "Secret: the reason" in caplog.text
+
+
+def test_a_shard_without_rewards_is_scored_at_once(ray_cluster):
+    with Bench(config_of({"place": own("rank_in_group")})) as bench:
+        assert bench.scoring.of_images == []
+        bench.scoring.submit("shard", (0, 0, 0), None, [PromptRecord("p")] * 2, lambda s: bench.results.update({0: s}),
+                             rewards=[])
+        assert bench.results[0].valid.all() and not bench.results[0].scores
+
+
+def test_a_scope_that_the_driver_does_not_know_is_refused(ray_cluster):
+    handle = ray.remote(RewardActor).remote("place", "own_rewards:rank_in_group", {}, True, 0, "sample")
+    with pytest.raises(ray.exceptions.RayActorError, match="scored per group, and the run takes it for one"):
+        ray.get(handle.ready.remote(), timeout=60)

@@ -41,7 +41,9 @@ def model_folders(site: Path, out: Path) -> dict[str, str]:
 @pytest.mark.slow
 def test_the_paddle_engine_reads(tmp_path):
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *PACKAGES], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(site)]
+    subprocess.run([*pip, "--no-deps", *PACKAGES], check=True)
+    subprocess.run([*pip, "httpx"], check=True)
     folders = model_folders(site, tmp_path / "models")
     code = ("from flowgrpo_ray import rewards\n"
             f"full = rewards.get('ocr', engine='paddle', det_model_dir={folders['det']!r}, rec_model_dir={folders['rec']!r})\n"

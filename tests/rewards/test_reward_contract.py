@@ -110,7 +110,7 @@ def test_register_makes_a_reward_available(registry):
 
 def test_register_by_name_imports_late(registry):
     rewards.register("other", "no_such_package.module:Other")
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"):
         rewards.get("other")
 
 
@@ -175,16 +175,27 @@ def test_functions_of_ones_own(tmp_path, monkeypatch):
         "def named(images, prompts, metadata):\n    return {'main': [1.0] * len(images), 'other': [2.0] * len(images)}\n"
         "def two(images, prompts):\n    return 0\n"
         "def needs(images, prompts, metadata, extra):\n    return 0\n"
-        "LIST = []\n")
+        "LIST = []\n"
+        "def early(images, prompts, metadata):\n    return {'other': [2.0], 'early': [1.0]}\n"
+        "def scoped(images, prompts, metadata):\n    return 0\nscoped.scope = 'goup'\n"
+        "def ranged(images, prompts, metadata):\n    return 0\nranged.range = (1, 0)\n"
+        "def placed(images, /, prompts, metadata):\n    return 0\n")
+    (tmp_path / "broken_mine.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     reward = rewards.get("mine:red", gain=2.0)
     assert reward.score(images(2) + np.uint8(3), ["", ""], [{}, {}])["red"].tolist() == [6.0, 6.0]
     assert rewards.reward_class("mine:red").description == "How red." and reward.name == "red"
     assert rewards.option_problems("mine:red", {"gane": 1}) == ["reward red has no option 'gane'; did you mean gain?"]
     assert rewards.get("mine:named").score(images(1), [""], [{}]) == {"named": [1.0], "other": [2.0]}
+    with pytest.raises(RewardError, match="returned 'other' as the first key"):
+        rewards.validated(rewards.get("mine:early").score(images(1), [""], [{}]), 1, "early")
     for name, message in (("mine:rde", "has no 'rde'; did you mean red"), ("mine:two", "lacks the parameter metadata"),
                           ("mine:needs", "parameter extra of the function needs a default"), ("mine:LIST", "is a list"),
-                          ("nowhere_at_all:f", "cannot be imported"), ("mine:", "not of the form module:Class")):
+                          ("nowhere_at_all:f", "cannot be imported"),
+                          ("broken_mine:f", "cannot be imported: ZeroDivisionError"),
+                          ("mine:scoped", "scope is 'goup'; did you mean group"), ("mine:ranged", r"range is \(1, 0\), not"),
+                          ("mine:placed", "parameter images of the function is positional only"),
+                          ("mine:", "not of the form module:Class")):
         with pytest.raises(ConfigError, match=message):
             rewards.reward_class(name)
 
@@ -219,7 +230,8 @@ class Falling(Reward):
 
 @pytest.mark.parametrize(("scores", "message"), [
     ([0.9, 0.5, 0.1], None), ([0.9, 0.5, 0.5], "from high to low"), ([0.1, 0.5, 0.9], "from high to low"),
-    ([1.5, 0.5, 0.1], "outside 0 to 1"), ([0.9, math.nan, 0.1], "is nan at"),
+    ([1.5, 0.5, 0.1], "outside 0 to 1"), ([1e13, 0.5, 0.1], r"is 1e\+13, which is no score"),
+    ([0.9, math.nan, 0.1], "is nan at"),
 ])
 def test_the_self_test(scores, message):
     reward = Falling(scores=scores)
