@@ -41,6 +41,7 @@ def evaluation_config(config: Config, settings: LoraSettings | None) -> Config:
     pools["learner"] |= {"replicas": 1, "num_cpus": 0, "num_gpus": 0}
     tree["data"]["train_prompts"] = config.data.eval_prompts
     tree["train"] |= {"sharding": "none", "shard_size": None, "ema": {"enabled": False}}
+    tree["eval"]["weights"] = "policy"
     tree["lora"]["init_from"] = None
     if settings is not None:
         tree["lora"] |= {"rank": settings.rank, "alpha": settings.alpha, "targets": list(settings.targets)}

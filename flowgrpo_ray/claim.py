@@ -10,30 +10,46 @@ import json
 import os
 import socket
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import psutil
 
 from flowgrpo_ray import storage
-from flowgrpo_ray.errors import CheckpointError
+from flowgrpo_ray.errors import CheckpointError, ConfigError
 
 FILE = "driver.json"
 
 
-def check_free(run_dir: str) -> None:
-    """Raise CheckpointError where a living process of this machine, another than this one, writes into the run."""
+def take(run_dir: str) -> str:
+    """Claim the run for this process; returns the claim's id.
+
+    Raises:
+        CheckpointError: another living process of this machine writes into the run.
+        ConfigError: the folder cannot be written.
+    """
+    pid, identity = os.getpid(), uuid.uuid4().hex
+    claim = {"id": identity, "host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
+    data, uri = json.dumps(claim).encode(), storage.join(run_dir, FILE)
+    try:
+        local = storage.local_path(uri)
+        if local is not None:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError), open(local, "xb") as file:  # of two that start together, one makes the file
+                file.write(data)
+                return identity
+        _check_free(run_dir)
+        storage.write_bytes(uri, data)
+        return identity
+    except OSError as error:
+        raise ConfigError(f"run.dir: {storage.display(run_dir)} cannot be written: {error.strerror or error}") from error
+
+
+def _check_free(run_dir: str) -> None:
     holder = _read(run_dir)
     if holder and holder.get("host") == socket.gethostname() and holder.get("pid") != os.getpid() and _alive(holder):
         raise CheckpointError(f"{storage.display(run_dir)} is being written by process {holder['pid']} of this machine; wait "
                               "for it, stop it, or choose another run.name")
-
-
-def take(run_dir: str) -> str:
-    """Claim the run for this process; returns the claim's id."""
-    pid, identity = os.getpid(), uuid.uuid4().hex
-    claim = {"id": identity, "host": socket.gethostname(), "pid": pid, "started": psutil.Process(pid).create_time()}
-    storage.write_bytes(storage.join(run_dir, FILE), json.dumps(claim).encode())
-    return identity
 
 
 def check_held(run_dir: str, identity: str) -> None:
@@ -44,9 +60,16 @@ def check_held(run_dir: str, identity: str) -> None:
         raise CheckpointError(f"{storage.display(run_dir)} has been taken over by {who}; this driver stops")
 
 
-def release(run_dir: str) -> None:
-    """Give the claim up at the end of the run."""
+def release(run_dir: str, identity: str) -> None:
+    """Give the claim up, if it is still held; a local folder with nothing else in it goes with it."""
+    holder = _read(run_dir)
+    if holder is None or holder.get("id") != identity:
+        return
     storage.delete_file(storage.join(run_dir, FILE))
+    local = storage.local_path(run_dir)
+    if local is not None:
+        with suppress(OSError):  # not empty
+            local.rmdir()
 
 
 def _read(run_dir: str) -> dict[str, Any] | None:

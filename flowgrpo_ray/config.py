@@ -63,6 +63,9 @@ class Config(Section):
                 raise ValueError(f"the name {name!r} has to be of letters, digits, _ and -, the first a letter")
             if reward.python and reward.type:
                 raise ValueError(f"{name} has both type and python; give one of them")
+            if reward.python is not None and ":" not in reward.python:
+                raise ValueError(f"{name}.python is {reward.python!r}, which is not of the form module:function or "
+                                 "module:Class")
             if reward.python is None and (kind := reward.type or name) not in known_rewards():
                 raise ValueError(f"no reward is named {kind!r}{nearest(kind, known_rewards())} (of one's own: "
                                  f"`{name}: {{python: module:function}}`)")
@@ -102,7 +105,10 @@ class Config(Section):
                             f"{', '.join(map(str, divisors(s.groups_per_step)))}")
         first, end = self.window_range
         last_noisy = s.num_steps - 1 if s.kernel == "cps" else s.num_steps
-        if not 0 <= first < end <= s.num_steps:
+        if first >= end:
+            problems.append(f"sampling.window.range {[first, end]} is empty: it is [first, last + 1), for example [0, "
+                            f"{last_noisy}]")
+        elif not 0 <= first < end <= s.num_steps:
             problems.append(f"sampling.window.range {[first, end]} leaves the schedule of {s.num_steps} steps; the "
                             f"widest range is [0, {last_noisy}]")
         elif end > last_noisy:
@@ -120,6 +126,8 @@ class Config(Section):
         if self.advantage.combine == "gdpo" and (self.advantage.baseline, self.advantage.std) != ("group", "group"):
             problems.append("advantage.combine gdpo normalises every reward in its group; it needs "
                             "advantage.baseline: group and advantage.std: group")
+        if self.eval.weights == "ema" and not t.ema.enabled:
+            problems.append("eval.weights is ema, and train.ema.enabled is false: there are no EMA weights; use policy")
         if self.loss.ratio_norm and s.log_prob != "gaussian":
             problems.append("loss.ratio_norm needs sampling.log_prob: gaussian, whose ratio it normalises")
         return problems
@@ -178,12 +186,14 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
     tree: Any = {}
     if path is not None:
         file = Path(path)
+        if file.is_dir():
+            raise ConfigError(f"{path} is a folder; give the YAML file")
         if not file.is_file():
             siblings = [str(p) for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
             raise ConfigError(f"no configuration file at {path}{nearest(str(path), siblings)}")
         try:
             tree = yaml.load(file.read_text(), _Yaml12Loader) or {}
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid YAML: {error}") from None
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration is a mapping of sections")
@@ -216,7 +226,13 @@ def split_override(text: str) -> tuple[str, Any]:
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number, as people write it on a command line."""
+    """SafeLoader that reads 1e-3 as a number, as people write it on a command line, and refuses a key that is there twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Yaml12Loader.add_implicit_resolver(

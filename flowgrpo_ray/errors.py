@@ -35,6 +35,10 @@ def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:
     choices = [str(choice) for choice in choices]
     if not choices:
         return ""
+    if "/" in word and all("/" in choice for choice in choices):  # of paths only the last part says what is alike
+        names = {choice.rpartition("/")[2]: choice for choice in choices}
+        found = difflib.get_close_matches(word.rpartition("/")[2], names, n=1, cutoff=0.6)
+        return f"; did you mean {names[found[0]]}?" if found else ""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     dotted = f"{prefix}." if prefix else ""
     if close:

@@ -48,10 +48,10 @@ def known_class(name: str, reward: RewardConfig) -> type[Reward] | None:
     """The reward's class; None for code of one's own that exists only in the environment that its actors run in."""
     try:
         return reward_class(reward.spec(name))
-    except ConfigError:
+    except ConfigError as error:
         if reward.python and (reward.environment.py_executable or reward.environment.pip):
             return None
-        raise
+        raise ConfigError(f"rewards.{name}: {error}") from error
 
 
 def scope_of(name: str, reward: RewardConfig) -> str:

@@ -42,11 +42,16 @@ class Recorder:
         self.config = config
         self.run_dir = storage.join(config.run.dir, config.run.name)
         storage.check_folder(self.run_dir)
-        known = self._identity()
-        if known:
-            claim.check_free(self.run_dir)
-            read_metrics(self.run_dir)  # what is damaged is better known now than in the report at the end
-        self.resume_from = self._checkpoint(known)
+        self._opened = False
+        self._claim = claim.take(self.run_dir)  # before anything is read: what is read stays as it is
+        try:
+            known = self._identity()
+            if known:
+                read_metrics(self.run_dir)  # what is damaged is better known now than in the report at the end
+            self.resume_from = self._checkpoint(known)
+        except BaseException:
+            claim.release(self.run_dir, self._claim)
+            raise
         self.run_id = known or uuid.uuid4().hex[:12]
         self.start_step = self.resume_from.step if self.resume_from else 0
         state = self.resume_from.state if self.resume_from else {}
@@ -54,13 +59,12 @@ class Recorder:
         self._wandb_run_id: str | None = state.get("wandb_run_id")
         self._trackers: list[Any] = []
         self._wandb: WandbLogger | None = None
-        self._opened = False
 
     def open(self) -> None:
         """Write the run's identity and cut rows beyond the checkpoint. Called once the actors are up: a run that could not
         start leaves its folder as it was."""
         config, cut = self.config, self.start_step if self.resume_from else -1
-        self._claim = claim.take(self.run_dir)
+        claim.check_held(self.run_dir, self._claim)
         storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps({"run_id": self.run_id}).encode())
         storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(config).encode())
         self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps)
@@ -111,6 +115,8 @@ class Recorder:
 
     def _refuse_other_config(self, tree: dict[str, Any]) -> None:
         """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
+        if not read_metrics(self.run_dir):
+            return  # it ended before its first row
         uri = storage.join(self.run_dir, "config.yaml")
         saved = yaml.safe_load(storage.read_bytes(uri)) if storage.size(uri) is not None else {}
         changes = [c for c in checkpoint.diff_trees(saved or {}, tree)
@@ -167,10 +173,11 @@ class Recorder:
 
     def close(self) -> None:
         if not self._opened:
+            claim.release(self.run_dir, self._claim)
             return
         try:
             self.flush()
-            claim.release(self.run_dir)
+            claim.release(self.run_dir, self._claim)
         finally:
             for tracker in self._trackers:
                 tracker.close()

@@ -11,6 +11,7 @@ from runs import small_config
 
 from flowgrpo_ray import claim
 from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
+from flowgrpo_ray.metrics import read_metrics
 from flowgrpo_ray.recorder import Recorder
 
 
@@ -60,21 +61,48 @@ def test_a_later_process_with_the_same_number_holds_nothing(tmp_path, other_proc
     Recorder(config)
 
 
+def test_of_two_that_start_together_one_is_refused(tmp_path, other_process):
+    """The claim is made before the actors start, and a run that could not start leaves nothing behind."""
+    config = small_config(tmp_path, "twin")
+    first = Recorder(config)
+    held_by(first.run_dir, other_process.pid)
+    with pytest.raises(CheckpointError, match=f"written by process {other_process.pid}"):
+        Recorder(config)
+    other_process.kill()
+    other_process.wait()
+    second = Recorder(config)
+    with pytest.raises(CheckpointError, match="taken over by process"):
+        first.open()
+    second.close()
+    assert not (tmp_path / "twin").exists()
+
+
 def test_the_older_driver_stops_at_its_next_write(tmp_path):
     config = small_config(tmp_path, "taken")
-    older, newer = Recorder(config), Recorder(config)
+    older = Recorder(config)
     older.open()
     older.row({"step": 1, "loss": 1.0})
+    newer = Recorder(config)
     newer.open()
     with pytest.raises(CheckpointError, match="taken over by process"):
         older.flush()
     newer.row({"step": 1, "loss": 2.0})
     newer.close()
     assert not (tmp_path / "taken" / claim.FILE).exists()
-    rows = Recorder(config)  # readable, and only the newer one's
-    from flowgrpo_ray.metrics import read_metrics
+    assert [row["loss"] for row in read_metrics(newer.run_dir)] == [2.0]
 
-    assert [row["loss"] for row in read_metrics(rows.run_dir)] == [2.0]
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    config = small_config(tmp_path, "x", overrides={"run.dir": "/proc/x"})
+    with pytest.raises(ConfigError, match="run.dir: /proc/x/x cannot be written"):
+        Recorder(config)
+
+
+def test_a_run_that_ended_before_its_first_row_blocks_no_name(tmp_path):
+    first = Recorder(small_config(tmp_path, "early"))
+    first.open()
+    first.close()
+    Recorder(small_config(tmp_path, "early", overrides={"train.seed": 7})).close()
 
 
 def test_a_run_folder_in_a_file_is_named(tmp_path):

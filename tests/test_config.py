@@ -84,7 +84,7 @@ def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
                                        "48; its divisors are 1, 2, 3, 4, 6, 8, 12, 16, 24, 48"),
         (["sampling.window.range=[0, 11]"], "[0, 11] leaves the schedule of 10 steps; the widest range is [0, 10]"),
         (["sampling.window.range=[-1, 5]"], "[-1, 5] leaves the schedule"),
-        (["sampling.window.range=[5, 5]"], "[5, 5] leaves the schedule"),
+        (["sampling.window.range=[5, 5]"], "[5, 5] is empty"),
         (["sampling.kernel=cps", "sampling.window.range=[0, 11]"], "the widest range is [0, 9]"),
         (["sampling.kernel=cps", "sampling.window.range=[5, 10]"], "contains step 9, at which cps adds no noise"),
         (["sampling.window.size=4", "sampling.window.range=[2, 5]"], "holds 3 steps; the largest size is 3"),
@@ -216,3 +216,23 @@ def test_a_truth_value_is_no_number(text):
     with pytest.raises(ConfigError, match=f"{text.split('=')[0]}: is {text.split('=')[1]}, which is no number"):
         load(None, ["rewards={ocr: {}}", text])
     assert load(None, ["rewards={ocr: {}}", "logging.live=false"]).logging.live is False
+
+
+def test_files_that_cannot_be_read_as_one(tmp_path):
+    (tmp_path / "twice.yaml").write_text("run: {steps: 3}\nrewards: {ocr: {}}\nrun: {steps: 5}\n")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "d.yaml").mkdir()
+    for name, message in (("twice", "the key 'run' is there twice"), ("bytes", "not valid YAML"), ("d", "is a folder")):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / f"{name}.yaml")
+
+
+def test_further_contradictions():
+    assert "range [3, 3] is empty" in problem("sampling.window.range=[3, 3]")
+    assert "there are no EMA weights" in problem("eval.weights=ema", "train.ema.enabled=false")
+    assert "not of the form module:function" in problem("rewards.mine.python=my_rewards")
+
+
+def test_the_nearest_path_is_judged_by_its_name():
+    assert nearest("/tmp/nope", ["/tmp/ocrw", "/tmp/fonts"]) == ""
+    assert nearest("/tmp/adaptr", ["/tmp/ocrw", "/tmp/adapter"]) == "; did you mean /tmp/adapter?"

@@ -56,7 +56,7 @@ def effective(config: Config, key: str) -> object:
 
 
 def test_the_list_is_complete():
-    assert {*RECIPES, "tiny_ocr.yaml", "tiny_ocr_long.yaml"} == set(ALL)
+    assert {*RECIPES, "tiny_ocr.yaml", "tiny_ocr_long.yaml", "tiny_three_rewards.yaml"} == set(ALL)
 
 
 @pytest.mark.parametrize("name", ALL)

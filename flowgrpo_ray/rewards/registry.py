@@ -149,6 +149,13 @@ def _own(path: str) -> type[Reward]:
     return _of_function(attribute, found)
 
 
+def _kind(default: Any) -> type:
+    """What an option may be, by its default: any number for a number, anything for None."""
+    if isinstance(default, bool) or not isinstance(default, (int, float)):
+        return type(default) if isinstance(default, (bool, str, list, dict)) else object
+    return float
+
+
 def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     """A reward class around `function(images, prompts, metadata, **options)`, which returns n numbers, or a dict of
     them whose first entry is optimised.
@@ -204,7 +211,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
     FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
     FunctionReward.options = {
-        key: Option(p.default, "keyword of the function", kind=object) for key, p in parameters.items()
+        key: Option(p.default, "keyword of the function", kind=_kind(p.default)) for key, p in parameters.items()
         if key not in (*_INPUTS, "group_ids") and p.default is not p.empty
     }
     FunctionReward.__name__ = FunctionReward.__qualname__ = name
