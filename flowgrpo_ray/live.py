@@ -89,8 +89,8 @@ class PlainView:
         for name in self._optimised:
             if f"reward_mean/{name}" in row:
                 parts.append(f"{name} {row[f'reward_mean/{name}']:.4f}")
-        shown = [("kl", "kl", ".3g")] if self.config.loss.beta else []
-        for key, label, form in (*shown, ("clip_fraction", "clip", ".3f"), ("images_per_s", "images/s", ".1f")):
+        kl = ("kl", "kl", ".3g") if self.config.loss.beta else ("approx_kl", "approx kl", ".1e")
+        for key, label, form in (kl, ("clip_fraction", "clip", ".3f"), ("images_per_s", "images/s", ".1f")):
             if key in row:
                 parts.append(f"{label} {row[key]:{form}}")
         if "time_step" in row:
@@ -173,8 +173,9 @@ class LiveView(PlainView):
             table.add_row(f"reward {name}", Text(f"{values[-1]:.4f}" if values else "-", style="bold green"),
                           Text(sparkline(values[-40:]), style="green"), Text(evaluated, style="dim"))
         row = self.rows[-1] if self.rows else {}
+        kl = ("kl", "KL", ".3g") if "kl" in row else ("approx_kl", "approx. KL", ".1e")  # without beta none is measured
         cells = [f"{label} {row[key]:{form}}" for key, label, form in (
-            ("kl", "KL", ".3g"), ("clip_fraction", "clip fraction", ".3f"), ("images_per_s", "images/s", ".1f"),
+            kl, ("clip_fraction", "clip fraction", ".3f"), ("images_per_s", "images/s", ".1f"),
         ) if key in row]
         outer = Table.grid()
         outer.add_row(table)
