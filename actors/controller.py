@@ -82,7 +82,7 @@ class Controller:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if head.gone(wait_s=1.0 if isinstance(exc[1] if exc else None, SystemExit) else 0.0):
+        if head.gone():
             return  # the actors went with it
         for pool in self.pools:
             pool.shutdown()

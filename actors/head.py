@@ -1,13 +1,18 @@
 """Ray's processes, where this process has started them: whether they are still there.
 
 A signal to a whole process group (from `timeout`, or a job system) ends Ray's own processes together with the driver. Whatever
-the driver asks of Ray then waits for a head that does not come back, and when the raylet has ended (some seconds later) Ray's
-library ends the driver too, without a word. So the driver looks first, and makes haste.
+the driver asks of Ray then waits, its main thread cannot even handle the signal, and when the raylet has ended (some seconds
+later) Ray's library ends the driver without a word. So a thread watches for the signal and leaves at once: what has to outlive
+the driver is on disk already.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
+import select
+import signal
+import threading
 import time
 
 import psutil
@@ -21,6 +26,19 @@ def start(**options: object) -> None:
     before = {child.pid for child in psutil.Process().children()}
     ray.init(address="local", **options)
     _processes[:] = [child for child in psutil.Process().children() if child.pid not in before]
+    if threading.current_thread() is threading.main_thread():
+        told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # gets every signal's number, whatever the main thread does
+        threading.Thread(target=_leave_with_ray, args=(told,), daemon=True).start()
+
+
+def _leave_with_ray(told: int) -> None:
+    """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
+    while _processes:
+        if select.select([told], [], [], 0.5)[0] and signal.SIGTERM in os.read(told, 64) and gone(wait_s=2.0):
+            os.write(2, b"terminated, and Ray with it; the same command goes on from the newest checkpoint\n")
+            os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
 
 def gone(wait_s: float = 0.0) -> bool:
@@ -40,8 +58,8 @@ def shut_down() -> None:
     if gone():
         atexit.unregister(ray.shutdown)
     else:
-        ray.shutdown()
         _processes.clear()
+        ray.shutdown()
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -58,17 +58,7 @@ class _Group(TyperGroup):
             if stop.code not in (signal.SIGTERM, TERMINATED):
                 raise
             typer.echo("terminated", err=True)
-            if _ray_is_gone():
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(TERMINATED)  # what is left of Ray's processes goes with this one
             raise typer.Exit(TERMINATED) from None
-
-
-def _ray_is_gone() -> bool:
-    """Whether the Ray that this process has started has ended before it (a signal to all of a process group)."""
-    head = sys.modules.get("actors.head")
-    return head is not None and head.gone()
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -120,9 +110,7 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
             run_training(settings, view, address)
     except BaseException:
-        if _ray_is_gone():
-            typer.echo(f"Ray has ended too; flowgrpo-ray report {storage.display(run_dir)} writes the report", err=True)
-        elif view.rows:
+        if view.rows:
             _report_of_failure(run_dir)
         raise
     from flowgrpo_ray.report import write_report

@@ -26,10 +26,9 @@ def ray_folders():
 def test_signals_end_the_run_and_its_actors(tmp_path):
     """Ctrl-C gives 130, SIGTERM 143, to the process or (as `timeout` and job systems do) to its group, which ends Ray's own
     processes with it; no process of any run is left, and the same command goes on."""
-    # On a busy machine Ray's library may end the driver of a group before it has ended itself, with the code 1.
     ways = {"interrupt": ((130,), lambda pid: os.kill(pid, signal.SIGINT)),
             "terminate": ((143,), lambda pid: os.kill(pid, signal.SIGTERM)),
-            "terminate-group": ((143, 1), lambda pid: os.killpg(pid, signal.SIGTERM))}
+            "terminate-group": ((143,), lambda pid: os.killpg(pid, signal.SIGTERM))}
     processes = {}
     for way in ways:
         (tmp_path / way).mkdir()
@@ -46,7 +45,7 @@ def test_signals_end_the_run_and_its_actors(tmp_path):
         run = f"{folder}/runs/small"
         assert "Traceback" not in err
         if way == "terminate-group":  # no time for a report
-            assert process.returncode == 1 or f"flowgrpo-ray report {run} writes the report" in err
+            assert "terminated, and Ray with it; the same command goes on" in err
         else:
             assert f"{run}/report.html" in err and Path(run, "report.html").exists()
         left = _with_home(folder)
