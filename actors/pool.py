@@ -108,7 +108,7 @@ class ActorPool:
     def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
         """Make every member answer further calls before it gets more work (a new adapter is out)."""
         for member in self.members:
-            if member.running:
+            if not all(running.task.settled for running in member.running.values()):  # a call taken over may still be about
                 raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
             member.starting = [*member.starting, *prepare(member.handle)]
             member.start_deadline = time.monotonic() + self._start_timeout
