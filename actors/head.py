@@ -58,7 +58,9 @@ def shut_down() -> None:
     if gone():
         atexit.unregister(ray.shutdown)
     else:
-        _processes.clear()
+        _processes.clear()  # the watching thread ends with that
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
         ray.shutdown()
 
 

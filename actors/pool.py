@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
 
 from actors.environments import setup_reason
-from flowgrpo_ray.errors import FlowGrpoError, ResourceError
+from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class ActorPool:
         except RayActorError as error:
             if getattr(error, "actor_init_failed", False):
                 raise _start_error(self.name, member.index, error) from error
-            self._died(member, f"while starting: {_first_line(error)}")
+            self._died(member, f"while starting: {first_line(error)}")
             return
         except RuntimeEnvSetupError as error:
             raise FlowGrpoError(f"pool {self.name}: the environment of actor {member.index} could not be made: "
@@ -225,7 +225,7 @@ class ActorPool:
         try:
             value, failure = ray.get(ref, timeout=60), None
         except RayActorError as error:
-            self._died(member, _first_line(error))
+            self._died(member, first_line(error))
             return
         except RayTaskError as error:
             value, failure = None, error.cause if isinstance(error.cause, Exception) else error
@@ -336,10 +336,6 @@ def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
     text = str(error.cause) if isinstance(getattr(error, "cause", None), FlowGrpoError) else str(error)
     own = re.search(r"^flowgrpo_ray\.[\w.]+Error: (.*)", text, re.DOTALL | re.MULTILINE)
     return FlowGrpoError(f"pool {pool}: actor {index} could not start: {own[1].strip() if own else text}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float) -> set[ray.ObjectRef]:

@@ -14,8 +14,8 @@ import ray
 
 from actors.pool import ActorPool, Task
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.preflight import known_class, scope_of
+from flowgrpo_ray.errors import FlowGrpoError, described
+from flowgrpo_ray.preflight import known_class
 from flowgrpo_ray.prompts import PromptRecord
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Scoring:
         self._asked: Counter[str] = Counter()  # images and failures by reward since the last `check_budget`
         self._failures: Counter[str] = Counter()
         classes = {name: known_class(name, config.rewards[name]) for name in pools}
-        self._of_groups = {name for name in pools if scope_of(name, config.rewards[name]) == "group"}
+        self._of_groups = {name for name, cls in classes.items() if cls is not None and cls.scope == "group"}
         self._owners: dict[str, str] = {name: name for name in config.rewards}  # which reward gives the score of a name
         # Images that one call of a batch-invariant reward is filled up to; what its self-test has not checked is not believed.
         self._fill = {
@@ -139,25 +139,23 @@ class Scoring:
         self._failures.clear()
 
     def _send(self, batch: _Batch) -> None:
-        reward, shards = batch.reward, batch.shards
-        ids = None if batch.group is None else [batch.group] * batch.size
-        prompts, metadata = [p for s in shards for p in s.prompts], [d for s in shards for d in s.metadata]
         whole = batch.only is None and batch.retries == 0
-        self._pools[reward].submit(Task(
-            what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, batch.only, *(s.images for s in shards)),
-            order=shards[0].order, timeout_s=self._config.rewards[reward].timeout_s,
-            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
-            size=batch.size, fill=self._fill.get(reward, 0) if whole else 0, payload=batch, join=self._join,
-        ))
+        self._pools[batch.reward].submit(self._task(batch, fill=self._fill.get(batch.reward, 0) if whole else 0))
 
     def _join(self, tasks: list[Task]) -> Task:
         """One task for the shards of several."""
-        batch = _Batch(tasks[0].payload.reward, [shard for task in tasks for shard in task.payload.shards])
-        args = (sum((task.args[0] for task in tasks), []), sum((task.args[1] for task in tasks), []), None, None,
-                *(shard.images for shard in batch.shards))
+        return self._task(_Batch(tasks[0].payload.reward, [shard for task in tasks for shard in task.payload.shards]))
+
+    def _task(self, batch: _Batch, fill: int = 0) -> Task:
+        shards = batch.shards
+        ids = None if batch.group is None else [batch.group] * batch.size
+        prompts, metadata = [p for s in shards for p in s.prompts], [d for s in shards for d in s.metadata]
         return Task(
-            what=f"score {batch.what}", method="score", args=args, order=tasks[0].order, timeout_s=tasks[0].timeout_s,
-            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error))
+            what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, batch.only, *(s.images for s in shards)),
+            order=shards[0].order, timeout_s=self._config.rewards[batch.reward].timeout_s,
+            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
+            size=batch.size, fill=fill, payload=batch, join=self._join,
+        )
 
     def _answered(self, batch: _Batch, answer: dict[str, Any]) -> None:
         self.seconds[batch.reward] += answer["seconds"]
@@ -175,7 +173,7 @@ class Scoring:
 
     def _failed(self, batch: _Batch, error: Exception) -> None:
         reward, settings = batch.reward, self._config.rewards[batch.reward]
-        text = f"reward {reward} failed on {batch.what}: {type(error).__name__}: {_first_line(error)}"
+        text = f"reward {reward} failed on {batch.what}: {described(error)}"
         if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
             alone = batch.group is None and batch.only is None
@@ -203,7 +201,3 @@ class Scoring:
             shard.missing[reward] -= 1
             if not any(shard.missing.values()):
                 shard.on_scores(shard.result)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -45,3 +45,14 @@ def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:
         return f"; did you mean {dotted}{close[0]}?"
     shown = ", ".join(choices[:30])
     return f"; the choices{' in ' + prefix if prefix else ''} are {shown}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def described(error: BaseException) -> str:
+    """Type and first line of an error, for a message."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

@@ -160,7 +160,7 @@ def sampling_config(
 def image_size(model: ModelConfig, height: int | None, width: int | None) -> tuple[int, int]:
     """(height, width) in pixels: what is given, and for the rest the size that the model was trained at."""
     from flowgrpo_ray import tiny
-    from flowgrpo_ray.policies.source import component_config, find
+    from flowgrpo_ray.policies.source import component_config, find, vae_scale_factor
 
     if model.path == "builtin:tiny":
         own = tiny.IMAGE_SIZE
@@ -169,7 +169,7 @@ def image_size(model: ModelConfig, height: int | None, width: int | None) -> tup
         vae = component_config(source, model, "vae")
         # The transformer of FLUX does not say; its pipeline makes squares of 1024.
         cells = component_config(source, model, "transformer").get("sample_size") if source.family == "sd3" else 128
-        own = ((cells or 128) * 2 ** (len(vae["block_out_channels"]) - 1),) * 2
+        own = ((cells or 128) * vae_scale_factor(vae),) * 2
     return height or own[0], width or own[1]
 
 

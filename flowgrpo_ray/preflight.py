@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_adapter, check_model
-from flowgrpo_ray.policies.source import ModelSource, check_size, component_config
+from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.sections import RewardConfig
@@ -88,7 +88,7 @@ def _size_rule(source: ModelSource, config: Config) -> tuple[int, int | None]:
     """Pixels that both sides of an image are a multiple of, and the largest side (None: no limit)."""
     vae, transformer = (component_config(source, config.model, part) for part in ("vae", "transformer"))
     try:
-        unit = 2 ** (len(vae["block_out_channels"]) - 1) * 2  # both families cut the latent into patches of 2
+        unit = vae_scale_factor(vae) * 2  # both families cut the latent into patches of 2
         return unit, unit * transformer["pos_embed_max_size"] if source.family == "sd3" else None
     except (KeyError, TypeError) as error:
         raise ConfigError(f"model.path {config.model.path!r}: the configuration of its vae or transformer lacks {error}"

@@ -46,9 +46,9 @@ class Recorder:
         self._claim = claim.take(self.run_dir)  # before anything is read: what is read stays as it is
         try:
             known = self._identity()
-            if known:
-                read_metrics(self.run_dir)  # what is damaged is better known now than in the report at the end
-            self.resume_from = self._checkpoint(known)
+            # What is damaged is better known now than in the report at the end.
+            has_rows = bool(known and read_metrics(self.run_dir))
+            self.resume_from = self._checkpoint(known, has_rows)
         except BaseException:
             claim.release(self.run_dir, self._claim)
             raise
@@ -92,7 +92,7 @@ class Recorder:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{storage.display(uri)} is damaged ({error}); choose another run.name") from None
 
-    def _checkpoint(self, known: str | None) -> CheckpointInfo | None:
+    def _checkpoint(self, known: str | None, has_rows: bool) -> CheckpointInfo | None:
         info = checkpoint.latest(self.run_dir, known) if known else None
         tree = self.config.model_dump(mode="json")
         if info is not None:
@@ -101,7 +101,8 @@ class Recorder:
             raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
         elif known:
             self._refuse_damaged(known)
-            self._refuse_other_config(tree)
+            if has_rows:  # without, it ended before its first row
+                self._refuse_other_config(tree)
         return info
 
     def _refuse_damaged(self, known: str) -> None:
@@ -115,8 +116,6 @@ class Recorder:
 
     def _refuse_other_config(self, tree: dict[str, Any]) -> None:
         """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
-        if not read_metrics(self.run_dir):
-            return  # it ended before its first row
         uri = storage.join(self.run_dir, "config.yaml")
         saved = yaml.safe_load(storage.read_bytes(uri)) if storage.size(uri) is not None else {}
         changes = [c for c in checkpoint.diff_trees(saved or {}, tree)

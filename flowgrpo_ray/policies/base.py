@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.policies.source import ModelSource, find
+from flowgrpo_ray.policies.source import ModelSource, find, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.trajectory import to_wire
@@ -107,7 +107,7 @@ class Policy(ABC):
                               f"{pipeline.transformer.dtype}; diffusers 0.42 or later is needed")
         return cls(
             pipeline, device=torch.device(device), dtype=dtype,
-            vae_scale_factor=2 ** (len(vae_config["block_out_channels"]) - 1),
+            vae_scale_factor=vae_scale_factor(vae_config),
             max_sequence_length=model.max_sequence_length or cls.default_sequence_length,
             offload_encoders=model.offload_encoders,
         )

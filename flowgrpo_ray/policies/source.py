@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, first_line, nearest
 from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
@@ -64,6 +64,11 @@ def component_config(source: ModelSource, model: ModelConfig, name: str) -> dict
         return tree
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r}: {file} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def vae_scale_factor(vae: Any) -> int:
+    """Pixels per latent cell along each side, of the configuration of an AutoencoderKL. Raises KeyError."""
+    return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
 def _check_weights(model: ModelConfig, folder: Path) -> None:
@@ -203,14 +208,10 @@ def _fetch(model: ModelConfig, name: str) -> str:
         raise ConfigError(f"{where}: the hub model has no revision {model.revision!r}") from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                          f"hub could not be reached ({_first_line(error)})") from error
+                          f"hub could not be reached ({first_line(error)})") from error
     except EntryNotFoundError as error:
         raise ConfigError(f"{where}: the hub model has no {name}, so it is no diffusers pipeline") from error
     except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
         raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                          f"hub answered {_first_line(error)}") from error
+                          f"hub answered {first_line(error)}") from error
     return Path(file).read_text(encoding="utf-8")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

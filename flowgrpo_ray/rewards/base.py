@@ -69,6 +69,13 @@ class SelfTest:
     ordered: bool = True
 
 
+def red_above_blue(*, ordered: bool = True) -> SelfTest:
+    """The self-test of rewards that read the prompt: a plain red picture, then a plain blue one, where red is asked for."""
+    pictures = np.zeros((2, 64, 64, 3), np.uint8)
+    pictures[0, ..., 0] = pictures[1, ..., 2] = 255
+    return SelfTest(pictures, ("a plain red picture",) * 2, ordered=ordered)
+
+
 class Reward(ABC):
     """A scorer of images. A subclass's module must be cheap to import: heavy packages are imported in `__init__`, which
     loads the model, so that options and prompts are checked before any actor starts.
@@ -140,11 +147,10 @@ class Reward(ABC):
                 raise RewardError(f"reward {self.name} is declared batch_invariant, and has no self_test_case to check it with")
             return
         metadata = case.metadata or ({},) * len(case.prompts)
-        ids = [0] * len(case.prompts)
 
         def score(rows: Sequence[int]) -> np.ndarray:
             result = self.score(case.images[list(rows)], [case.prompts[i] for i in rows], [metadata[i] for i in rows],
-                                group_ids=[ids[i] for i in rows])
+                                group_ids=[0] * len(rows))
             return validated(result, len(rows), self.name)[self.name]
 
         every = range(len(case.prompts))

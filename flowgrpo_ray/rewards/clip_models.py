@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from flowgrpo_ray.errors import described
 from flowgrpo_ray.rewards.base import Option, Reward, RewardError
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,7 @@ class Clip:
     ) -> None:
         import torch
 
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        self.dtype = getattr(torch, dtype if dtype != "auto" else "float16" if on_gpu else "float32")
+        self.device, self.dtype = device_and_dtype(dtype)
         # Read before the conversion: in float16 the published scale of 100 would be off by up to 0.2 %.
         self.logit_scale = math.exp(model.logit_scale.item())
         self.width: int = model.config.projection_dim
@@ -77,7 +76,7 @@ class Clip:
             weight.data = weight.data.clone()  # out of the mapped file, where it lies in memory would decide about bits
         self._pictures, self._tokens = pictures, tokens
         self.text = lru_cache(maxsize=CACHED_TEXTS)(self._text)
-        self.per_pass = batch_size if on_gpu else 1
+        self.per_pass = batch_size if self.device.type == "cuda" else 1
         if self.per_pass > 1 and not self.places_agree():
             log.warning("on %s an embedding depends on its place in a batch of %d; images are embedded one by one",
                         torch.cuda.get_device_name(self.device), batch_size)
@@ -146,6 +145,15 @@ class ClipReward(Reward):
         if tokens is not None:
             check_texts(self.name, option, source, clip)
         return clip
+
+
+def device_and_dtype(dtype: str = "float32") -> tuple[Any, Any]:
+    """The GPU that the process sees, else the CPU; and the torch dtype of one of DTYPES there."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu"), getattr(
+        torch, dtype if dtype != "auto" else "float16" if on_gpu else "float32")
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -290,7 +298,7 @@ def load_state_dict(name: str, option: str, path: Path) -> dict[str, Any]:
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise RewardError(f"reward {name}: option {option}: {path} cannot be read ({_reason(error)}); it is a "
+        raise RewardError(f"reward {name}: option {option}: {path} cannot be read ({described(error)}); it is a "
                           ".safetensors file, or a torch file of tensors alone") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
@@ -325,12 +333,7 @@ def unreachable(name: str, option: str, source: str, wanted: str, error: Excepti
     where = "" if os.path.exists(source) else "; nothing of that name is on this machine, and the hub does not give it"
     if where and os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         where += " (HF_HUB_OFFLINE is set)"
-    return RewardError(f"reward {name}: option {option}: {source!r} cannot be loaded as {wanted}{where} ({_reason(error)})")
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return RewardError(f"reward {name}: option {option}: {source!r} cannot be loaded as {wanted}{where} ({described(error)})")
 
 
 def _names(keys: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.clip_models import VIT_H, VIT_L, ClipReward, cosine, model_options
 
 LARGEST_LOGIT_SCALE = 100.0  # what CLIP's training clips exp(logit_scale) to, and what the published models have
@@ -33,9 +33,7 @@ class TextAlignment(ClipReward):
 
     def self_test_case(self) -> SelfTest:
         """A red picture is more of a plain red picture than a blue one."""
-        pictures = np.zeros((2, 64, 64, 3), np.uint8)
-        pictures[0, ..., 0] = pictures[1, ..., 2] = 255
-        return SelfTest(pictures, ("a plain red picture",) * 2)
+        return red_above_blue()
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None

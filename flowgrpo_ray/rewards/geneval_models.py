@@ -13,6 +13,7 @@ from flowgrpo_ray.rewards.base import RewardError
 from flowgrpo_ray.rewards.clip_models import (
     Clip,
     check_texts,
+    device_and_dtype,
     import_transformers,
     load_model,
     load_tokens,
@@ -90,7 +91,7 @@ class TransformersDetector:
         except Exception as error:
             raise unreachable("geneval", "detector", source, f"a {config.model_type}", error) from error
         refuse_keys("geneval", "detector", source, info["missing_keys"], (), map(str, info["mismatched_keys"]))
-        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self._device, _ = device_and_dtype()
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._names = {int(i): str(name) for i, name in config.id2label.items()}
         self._batch_size = batch_size

@@ -12,10 +12,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowgrpo_ray.rewards import image_reward_package
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import (
+    GroupIds,
+    Metadata,
+    Option,
+    Reward,
+    RewardError,
+    Scores,
+    SelfTest,
+    check_batch,
+    red_above_blue,
+)
 from flowgrpo_ray.rewards.clip_models import (
     CACHED_TEXTS,
     LOCAL_OPTIONS,
+    device_and_dtype,
     import_transformers,
     load_state_dict,
     local_file,
@@ -80,16 +91,14 @@ class ImageReward(Reward):
         weights = local_file(self.name, "weights", s["weights"])
         config = self._med_config(weights)
         tokenizer = self._tokenizer(transformers)
-        on_gpu = torch.cuda.is_available()
-        self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        self._device, dtype = device_and_dtype(s["dtype"])
         model = self._build(config, tokenizer)
         self._load(model, weights)
-        dtype = getattr(torch, s["dtype"] if s["dtype"] != "auto" else "float16" if on_gpu else "float32")
         model.eval().requires_grad_(False).to(self._device)
         model.blip.to(dtype)  # the head stays in float32: the package calls it so
         self._model, self._dtype = model, dtype
         self._tokens = lru_cache(maxsize=CACHED_TEXTS)(self._tokenized)
-        self.per_pass = s["batch_size"] if on_gpu else 1
+        self.per_pass = s["batch_size"] if self._device.type == "cuda" else 1
         if not self._places_agree():
             log.warning("image_reward: on %s a score depends on its place in a batch of %d; images are scored one by one",
                         torch.cuda.get_device_name(self._device), self.per_pass)
@@ -163,9 +172,7 @@ class ImageReward(Reward):
 
     def self_test_case(self) -> SelfTest:
         """A red picture is more of a plain red picture than a blue one."""
-        pictures = np.zeros((2, 64, 64, 3), np.uint8)
-        pictures[0, ..., 0] = pictures[1, ..., 2] = 255
-        return SelfTest(pictures, ("a plain red picture",) * 2)
+        return red_above_blue()
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None

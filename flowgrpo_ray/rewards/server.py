@@ -25,7 +25,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from flowgrpo_ray import __version__
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import nearest
 from flowgrpo_ray.rewards.base import Reward, RewardError, validated
 from flowgrpo_ray.rewards.http_client import from_png, strict_json, to_base64, to_png
 from flowgrpo_ray.rewards.registry import get
@@ -278,26 +278,6 @@ async def _until_signal(server: RewardServer, host: str, port: int, say: Callabl
         return await ended
     finally:
         await runner.cleanup()
-
-
-def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Options of a reward from `key=value` texts; values are read as YAML, so `4` is a number and `[1, 5]` a list.
-
-    Raises:
-        ConfigError: a text without `=`, or a value that is no YAML.
-    """
-    import yaml
-
-    options = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not (equals and key):
-            raise ConfigError(f"--option {text!r} is not of the form key=value")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--option {key}: {value!r} is no YAML value: {error}") from None
-    return options
 
 
 @web.middleware

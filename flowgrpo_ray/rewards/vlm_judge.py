@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.vlm_chat import (
     CHAT_OPTIONS,
     ChatReward,
@@ -109,10 +109,8 @@ class VlmJudge(ChatReward):
     def self_test_case(self) -> SelfTest:
         """A red picture is a plain red picture, and a blue one is not. Another template may grade something else: then
         the pictures only have to get a grade."""
-        pictures = np.zeros((2, 64, 64, 3), np.uint8)
-        pictures[0, ..., 0] = pictures[1, ..., 2] = 255
         ordered = self.grades_alignment and self.settings["template"] == self.options["template"].default
-        return SelfTest(pictures, ("a plain red picture",) * 2, ordered=ordered)
+        return red_above_blue(ordered=ordered)
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
@@ -139,6 +137,12 @@ class VlmJudge(ChatReward):
             raise RewardError(f"image {index}: {error}") from error
 
 
+def _out_of_five(template: str, label: str) -> dict[str, Option]:
+    """Options of a judge whose reply ends with a label and a grade from 1 to 5, which is divided by 5."""
+    defaults = {"template": template, "parser": rf"regex:{label}\**\s*(\d+(?:\.\d+)?)", "scale": [0, 5], "bounds": [1, 5]}
+    return VlmJudge.options | {key: replace(VlmJudge.options[key], default=value) for key, value in defaults.items()}
+
+
 class UnifiedReward(VlmJudge):
     """Final score / 5 of UnifiedReward (arXiv 2503.05236): 0.2 to 1."""
 
@@ -146,12 +150,7 @@ class UnifiedReward(VlmJudge):
     range: tuple[float, float] = (0.2, 1.0)
     licence: ClassVar[str] = "MIT (CodeGoat24/UnifiedReward)"
     description: ClassVar[str] = "Final score / 5 of UnifiedReward on an OpenAI-compatible endpoint"
-    options: ClassVar[dict[str, Option]] = VlmJudge.options | {
-        "template": replace(VlmJudge.options["template"], default=UNIFIED_TEMPLATE),
-        "parser": replace(VlmJudge.options["parser"], default=r"regex:Final Score:\**\s*(\d+(?:\.\d+)?)"),
-        "scale": replace(VlmJudge.options["scale"], default=[0, 5]),
-        "bounds": replace(VlmJudge.options["bounds"], default=[1, 5]),
-    }
+    options: ClassVar[dict[str, Option]] = _out_of_five(UNIFIED_TEMPLATE, "Final Score:")
 
 
 class QwenVl(VlmJudge):
@@ -163,10 +162,5 @@ class QwenVl(VlmJudge):
     needs: ClassVar[tuple[str, ...]] = ("server",)
     licence: ClassVar[str] = "Apache-2.0 (Qwen2.5-VL-7B)"
     description: ClassVar[str] = "Picture quality / 5 by Qwen2.5-VL on an OpenAI-compatible endpoint"
-    options: ClassVar[dict[str, Option]] = VlmJudge.options | {
-        "template": replace(VlmJudge.options["template"], default=QWEN_TEMPLATE),
-        "parser": replace(VlmJudge.options["parser"], default=r"regex:Score:\**\s*(\d+(?:\.\d+)?)"),
-        "scale": replace(VlmJudge.options["scale"], default=[0, 5]),
-        "bounds": replace(VlmJudge.options["bounds"], default=[1, 5]),
-    }
+    options: ClassVar[dict[str, Option]] = _out_of_five(QWEN_TEMPLATE, "Score:")
     grades_alignment: ClassVar[bool] = False

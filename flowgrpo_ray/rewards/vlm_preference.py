@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.vlm_chat import CHAT_OPTIONS, ChatReward, object_schema, parser_problem, template_problem
 
 TEMPLATE = """\
@@ -81,9 +81,7 @@ class VlmPreference(ChatReward):
 
     def self_test_case(self) -> SelfTest:
         """A red picture is preferred to a blue one where red is asked for; with another template both only get a rate."""
-        pictures = np.zeros((2, 64, 64, 3), np.uint8)
-        pictures[0, ..., 0] = pictures[1, ..., 2] = 255
-        return SelfTest(pictures, ("a plain red picture",) * 2, ordered=self.settings["template"] == TEMPLATE)
+        return red_above_blue(ordered=self.settings["template"] == TEMPLATE)
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
