@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
+from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
 from actors.environments import setup_reason
 from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line
@@ -119,8 +119,8 @@ class ActorPool:
 
     @property
     def idle(self) -> bool:
-        """Nothing queued and nothing running."""
-        return not self._queue and not any(member.running for member in self.members)
+        """Nothing queued and no answer awaited."""
+        return not self._queue and all(running.task.settled for member in self.members for running in member.running.values())
 
     def queued(self, method: str) -> bool:
         """Whether calls of a method wait for an actor."""
@@ -140,9 +140,13 @@ class ActorPool:
         self.pump()
 
     def pump(self) -> None:
-        """Give queued tasks, in plan order, to the least loaded ready actors."""
+        """Give queued tasks, in plan order, to the least loaded ready actors.
+
+        The last ones, one for each actor, wait here for an actor with nothing to do: none of them shall wait behind a call
+        of one actor while another is idle."""
         while self._queue:
-            free = [m for m in self.members if not m.starting and len(m.running) < self.depth]
+            depth = self.depth if len(self._queue) >= len(self.members) else 1
+            free = [m for m in self.members if not m.starting and len(m.running) < depth]
             if not free:
                 return
             member = min(free, key=lambda m: (len(m.running), m.index))
@@ -161,12 +165,12 @@ class ActorPool:
     def _take_over(self, idle: _Member) -> None:
         """An idle actor does the call that waits behind another's: a slow actor holds up nothing but the call that it is at.
 
-        The waiting call is cancelled; where it has begun in this moment both run, the answers are equal, the first counts."""
-        waiting = [(ref, running) for m in self.members for ref, running in list(m.running.items())[1:] if not running.moved]
+        The slow one does it as well, later: `ray.cancel` of a call of an actor that runs its calls in order can leave a hole
+        in their numbering, at which Ray gives up the actor after 30 s. The answers are equal, the first counts."""
+        waiting = [running for m in self.members for running in list(m.running.values())[1:] if not running.moved]
         if waiting:
-            ref, running = min(waiting, key=lambda pair: pair[1].task.order)
+            running = min(waiting, key=lambda running: running.task.order)
             running.moved = True
-            ray.cancel(ref)
             self._start(idle, running.task)
 
     def _start(self, member: _Member, task: Task) -> None:
@@ -233,20 +237,20 @@ class ActorPool:
             value, failure = None, error
         running = member.running.pop(ref)
         self._start_clock(member)
-        if running.moved and isinstance(failure, TaskCancelledError):
-            return  # it has not begun; the other actor does it
         self._settle(running.task, failure, value, running.refs[1:])
 
-    @staticmethod
-    def _settle(task: Task, failure: Exception | None, value: Any = None, rest: Sequence[ray.ObjectRef] = ()) -> None:
-        """Tell how a task ended; of a task that ran on two actors, only once."""
-        if task.settled:
+    def _settle(self, task: Task, failure: Exception | None, value: Any = None, rest: Sequence[ray.ObjectRef] = ()) -> None:
+        """Tell how a task ended. Of one that two actors do, the first answer counts, and a failure only if it is the last."""
+        if task.settled or failure is not None and self._done_by_another(task):
             return
         task.settled = True
         if failure is not None:
             task.on_failed(failure)
         else:
             task.on_done(value, list(rest))
+
+    def _done_by_another(self, task: Task, member: _Member | None = None) -> bool:
+        return any(running.task is task for m in self.members if m is not member for running in m.running.values())
 
     @staticmethod
     def _start_clock(member: _Member) -> None:
@@ -283,9 +287,8 @@ class ActorPool:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
         if self.counts["deaths"] + self.counts["timeouts"] > self._max_deaths:
             raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died (pools.max_actor_deaths)")
-        elsewhere = {id(r.task) for m in self.members if m is not member for r in m.running.values() if not r.moved}
         tasks = [running.task for running in member.running.values()
-                 if not running.task.settled and id(running.task) not in elsewhere]
+                 if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()
         self.members[self.members.index(member)] = self._new_member(member.index)
         for task in tasks:

@@ -104,3 +104,20 @@ class Worker:
     def work(self, seconds: float, value: str) -> str:
         time.sleep(seconds)
         return value
+
+
+class Halting:
+    """Calls of the first actor wait for the file `go`; each tells who did it."""
+
+    def __init__(self, folder: str, index: int) -> None:
+        self.folder, self.index = folder, index
+
+    def ready(self) -> int:
+        return os.getpid()
+
+    def work(self, number: int, fails_on: tuple[int, ...]) -> tuple[int, int]:
+        while self.index == 0 and not os.path.exists(os.path.join(self.folder, "go")):
+            time.sleep(0.02)
+        if self.index in fails_on:
+            raise ValueError(f"{number} failed on {self.index}")
+        return number, self.index
