@@ -103,7 +103,7 @@ class Controller:
                     self.reward_class, pool, f"reward.{name}",
                     (name, reward.spec(name), reward.options, reward.self_test, pool.nice,
                      scope_of(name, reward)), reward.environment),
-                prepare=_ready, start_hint=start_hint(name, reward.environment), **common)
+                prepare=_ready, start_hint=start_hint(name, reward.environment), rest_s=5.0, **common)
             self.pools.append(rewards[name])
         if not self.colocated:
             self.rollouts = ActorPool(
@@ -371,6 +371,7 @@ class Controller:
         for pool in self.pools:
             totals[f"actor_deaths/{pool.name}"] = pool.counts["deaths"]
             totals[f"timeouts/{pool.name}"] = pool.counts["timeouts"]
+            totals[f"failed_starts/{pool.name}"] = pool.counts["failed_starts"]
         return {key: value + before.get(key, 0) for key, value in totals.items()}
 
 

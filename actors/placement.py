@@ -54,10 +54,10 @@ def asked(config: Config) -> dict[str, float]:
 
 
 def check_resources(config: Config) -> None:
-    """Compare what is asked with what the cluster has free, before any actor starts.
+    """Compare what is asked with what the cluster has free, before any actor starts: in all, and node by node.
 
-    With `pools.autoscaling` what is asked is shown to the cluster as a pending placement group: an autoscaler adds nodes
-    for what is pending, and for nothing else.
+    What is asked is placed as a placement group for a moment: it shows whether every actor finds a node, and with
+    `pools.autoscaling` an autoscaler adds nodes for what is pending, and for nothing else.
 
     Raises:
         ResourceError: it does not fit (with `pools.autoscaling`: not within `pools.start_timeout_s`).
@@ -66,15 +66,17 @@ def check_resources(config: Config) -> None:
     last_log, demand = start, None
     try:
         while True:
-            free = ray.available_resources()
-            short = {kind: amount for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6}
-            if not short or (demand is not None and demand.wait(timeout_seconds=0)):
+            free, total = ray.available_resources(), ray.cluster_resources()
+            if demand is not None and demand.wait(timeout_seconds=0):
                 return
-            if config.pools.autoscaling and demand is None:
-                demand = _demand(config)
-            total = ray.cluster_resources()
+            # The pending group reserves nothing: what is free is free for it.
             text = "; ".join(f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}"
-                             for kind, amount in short.items())
+                             for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6)
+            if demand is None and (config.pools.autoscaling or not text):
+                demand = _demand(config)
+                if demand is None or demand.wait(timeout_seconds=1):
+                    return
+            text = text or _misfit(config)
             waited = time.monotonic() - start
             # Resources of actors that have just ended come back within moments: allow for that before giving up.
             if waited > (config.pools.start_timeout_s if config.pools.autoscaling else 10):
@@ -90,12 +92,26 @@ def check_resources(config: Config) -> None:
             remove_placement_group(demand)
 
 
-def _demand(config: Config) -> PlacementGroup:
-    """A placement group with a bundle for every actor."""
+def _misfit(config: Config) -> str:
+    """Why actors find no place though there is enough in all."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    have = "; ".join(f"{n['NodeManagerAddress']}: CPU {n['Resources'].get('CPU', 0):g}, GPU {n['Resources'].get('GPU', 0):g}"
+                     for n in nodes)
+    for pool in _pools(config):
+        if not any(pool.num_cpus <= n["Resources"].get("CPU", 0) and pool.num_gpus <= n["Resources"].get("GPU", 0)
+                   for n in nodes):
+            return f"an actor with CPU {pool.num_cpus:g}, GPU {pool.num_gpus:g} fits on no node ({have})"
+    selectors = [dict(pool.label_selector) for pool in _pools(config) if pool.label_selector]
+    labels = f", with pools.*.label_selector {', '.join(map(str, selectors))}" if selectors else ""
+    return f"there is enough in all, and not on the nodes one by one{labels} ({have})"
+
+
+def _demand(config: Config) -> PlacementGroup | None:
+    """A placement group with a bundle for every actor that needs something."""
     pools = [pool for pool in _pools(config) if pool.num_cpus or pool.num_gpus for _ in range(pool.replicas)]
     bundles = [{kind: amount for kind, amount in (("CPU", p.num_cpus), ("GPU", p.num_gpus)) if amount} for p in pools]
     selectors = [dict(pool.label_selector) for pool in pools]
-    return placement_group(bundles, **({"bundle_label_selector": selectors} if any(selectors) else {}))
+    return placement_group(bundles, **({"bundle_label_selector": selectors} if any(selectors) else {})) if bundles else None
 
 
 def place_learners(config: Config) -> PlacementGroup:

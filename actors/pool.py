@@ -54,6 +54,10 @@ class ActorKilledError(FlowGrpoError):
     """The same task has killed two actors."""
 
 
+class NoActorError(FlowGrpoError):
+    """A task waited for an actor, and none could be started again."""
+
+
 @dataclass
 class _Running:
     task: Task
@@ -65,11 +69,18 @@ class _Running:
 @dataclass
 class _Member:
     index: int
-    handle: Any
+    handle: Any  # None while it rests
     starting: Checked
     start_deadline: float
     running: dict[ray.ObjectRef, _Running] = field(default_factory=dict)
     pid: int = 0  # of its process, once it is up
+    replaces: bool = False  # one that was at work
+    failed_starts: int = 0  # in a row
+    rests_until: float = 0.0  # after a start that failed
+
+    @property
+    def ready(self) -> bool:
+        return self.handle is not None and not self.starting
 
 
 class ActorPool:
@@ -82,28 +93,32 @@ class ActorPool:
         depth: calls in flight per actor; 2 hides the driver's latency.
         max_deaths: deaths in the run before the pool gives up.
         start_hint: ends the error for an actor that was not ready in time.
+        rest_s: an actor that replaces another and cannot start is tried again after so many seconds, twice as many each time,
+            60 s at most; where no other actor is left, the tasks that waited for it fail with `NoActorError`. None: the first
+            such failure is raised, as that of a first start always is.
     """
 
     def __init__(
         self, name: str, replicas: int, spawn: Callable[[int, int], Any], *, prepare: Callable[[Any], Checked],
         start_timeout_s: float, max_deaths: int, depth: int = 2, respawns: bool = True, start_hint: str = "",
+        rest_s: float | None = None,
     ) -> None:
         self.name, self.depth = name, depth
         self._spawn, self._prepare = spawn, prepare
         self._start_timeout, self._max_deaths, self._respawns = start_timeout_s, max_deaths, respawns
-        self._start_hint = start_hint
+        self._start_hint, self._rest = start_hint, rest_s
         self._queue: list[Task] = []
-        self.counts: Counter[str] = Counter()  # deaths, timeouts, late_answers
+        self.counts: Counter[str] = Counter()  # deaths, timeouts, failed_starts, late_answers
         self._incarnation = 0
         self._late: list[ray.ObjectRef] = []
         self.members = [self._new_member(index) for index in range(replicas)]
 
     # Members ----------------------------------------------------------------------------------------------------------
 
-    def _new_member(self, index: int) -> _Member:
+    def _new_member(self, index: int, **history: Any) -> _Member:
         handle = self._spawn(index, self._incarnation)
         self._incarnation += 1
-        return _Member(index, handle, self._prepare(handle), time.monotonic() + self._start_timeout)
+        return _Member(index, handle, self._prepare(handle), time.monotonic() + self._start_timeout, **history)
 
     def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
         """Make every member answer further calls before it gets more work (a new adapter is out)."""
@@ -115,7 +130,7 @@ class ActorPool:
 
     @property
     def all_ready(self) -> bool:
-        return all(not member.starting for member in self.members)
+        return all(member.ready for member in self.members)
 
     @property
     def idle(self) -> bool:
@@ -129,7 +144,8 @@ class ActorPool:
     def activity(self) -> list[str]:
         """What each actor is doing, for the live view."""
         return [
-            "starting" if m.starting else next((r.task.what for r in m.running.values()), "idle") for m in self.members
+            "starting" if m.starting else "cannot start" if not m.ready else next(
+                (r.task.what for r in m.running.values()), "idle") for m in self.members
         ]
 
     # Work -------------------------------------------------------------------------------------------------------------
@@ -146,12 +162,12 @@ class ActorPool:
         of one actor while another is idle."""
         while self._queue:
             depth = self.depth if len(self._queue) >= len(self.members) else 1
-            free = [m for m in self.members if not m.starting and len(m.running) < depth]
+            free = [m for m in self.members if m.ready and len(m.running) < depth]
             if not free:
                 return
             member = min(free, key=lambda m: (len(m.running), m.index))
             self._start(member, self._next())
-        for idle in [m for m in self.members if not m.starting and not m.running]:
+        for idle in [m for m in self.members if m.ready and not m.running]:
             self._take_over(idle)
 
     def _next(self) -> Task:
@@ -185,7 +201,7 @@ class ActorPool:
         return [ref for m in self.members for ref in ([ref for ref, _ in m.starting] or m.running)]
 
     def next_deadline(self) -> float:
-        deadlines = [m.start_deadline for m in self.members if m.starting]
+        deadlines = [m.start_deadline if m.starting else m.rests_until for m in self.members if not m.ready]
         deadlines += [r.deadline for m in self.members for r in m.running.values()]
         return min(deadlines, default=float("inf"))
 
@@ -197,8 +213,12 @@ class ActorPool:
             elif member.starting and time.monotonic() > member.start_deadline:
                 free, total = ray.available_resources(), ray.cluster_resources()
                 left = ", ".join(f"{kind} {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
-                raise ResourceError(f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
-                                    f"(pools.start_timeout_s); free now, over all nodes: {left}{self._start_hint}")
+                self._cannot_start(member, ResourceError(
+                    f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
+                    f"(pools.start_timeout_s); free now, over all nodes: {left}{self._start_hint}"))
+            elif member.handle is None and time.monotonic() > member.rests_until:
+                self.members[self.members.index(member)] = self._new_member(
+                    member.index, replaces=True, failed_starts=member.failed_starts)
             for ref in [ref for ref in member.running if ref in ready]:
                 if ref in member.running:  # a death settles all of a member's calls at once
                     self._finish(member, ref)
@@ -211,19 +231,40 @@ class ActorPool:
         try:
             value = ray.get(ref, timeout=60)
         except RayTaskError as error:
-            raise _start_error(self.name, member.index, error) from error
+            self._cannot_start(member, _start_error(self.name, member.index, error))
+            return
         except RayActorError as error:
             if getattr(error, "actor_init_failed", False):
-                raise _start_error(self.name, member.index, error) from error
-            self._died(member, f"while starting: {first_line(error)}")
+                self._cannot_start(member, _start_error(self.name, member.index, error))
+            else:
+                self._died(member, f"while starting: {first_line(error)}")
             return
         except RuntimeEnvSetupError as error:
-            raise FlowGrpoError(f"pool {self.name}: the environment of actor {member.index} could not be made: "
-                                f"{setup_reason(error)}") from error
+            self._cannot_start(member, FlowGrpoError(
+                f"pool {self.name}: the environment of actor {member.index} could not be made: {setup_reason(error)}"))
+            return
         check(value)
         if not member.pid:
             member.pid = value  # the first answer is `ready`'s
         member.starting.pop(0)
+        if not member.starting:
+            member.failed_starts = 0
+
+    def _cannot_start(self, member: _Member, error: FlowGrpoError) -> None:
+        """A first start that fails is the run's failure; a later one may be for a while, and is for its tasks to deal with."""
+        if self._rest is None or not member.replaces:
+            raise error
+        self.counts["failed_starts"] += 1
+        ray.kill(member.handle)
+        rest = min(60.0, self._rest * 2**member.failed_starts)
+        log.warning("%s; it is tried again in %g s", error, rest)
+        self.members[self.members.index(member)] = _Member(
+            member.index, None, [], 0.0, replaces=True, failed_starts=member.failed_starts + 1,
+            rests_until=time.monotonic() + rest)
+        if not any(m.ready or m.starting for m in self.members):
+            waiting, self._queue = self._queue, []
+            for task in waiting:
+                self._settle(task, NoActorError(f"no actor of the pool could be started again: {error}"))
 
     def _finish(self, member: _Member, ref: ray.ObjectRef) -> None:
         try:
@@ -290,7 +331,8 @@ class ActorPool:
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()
-        self.members[self.members.index(member)] = self._new_member(member.index)
+        self.members[self.members.index(member)] = self._new_member(
+            member.index, replaces=True, failed_starts=member.failed_starts)
         for task in tasks:
             if task.kills >= 2:
                 self._settle(task, ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
@@ -331,7 +373,8 @@ class ActorPool:
     def shutdown(self) -> None:
         self._queue.clear()
         for member in self.members:
-            ray.kill(member.handle)
+            if member.handle is not None:
+                ray.kill(member.handle)
 
 
 def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
@@ -348,9 +391,13 @@ def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: s
         FlowGrpoError: nothing is in flight (a wait that could never end).
     """
     refs = [ref for pool in pools for ref in pool.waiting_for()] + others
-    if not refs:
+    deadline = min((pool.next_deadline() for pool in pools), default=float("inf"))
+    if not refs and deadline == float("inf"):
         raise FlowGrpoError(f"waiting for {what}, but nothing is in flight")
-    timeout = max(0.01, min([longest_s, *(pool.next_deadline() - time.monotonic() for pool in pools)]))
+    timeout = max(0.01, min(longest_s, deadline - time.monotonic()))
+    if not refs:
+        time.sleep(timeout)
+        return set()
     ready, rest = ray.wait(refs, num_returns=1, timeout=timeout)
     if ready and rest:
         more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)

@@ -244,14 +244,17 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
     if comparisons:
         first, last = comparisons[0].first_step, comparisons[0].last_step
         width = max(len("reward"), *(len(line.reward) for line in comparisons))
-        console.print(f"Mean reward on the evaluation prompts, step {first} and step {last} (± standard error)",
+        steps = f"step {first} and step {last}" if last > first else f"step {last}"
+        console.print(f"Mean reward on the evaluation prompts, {steps} (± standard error)",
                       style="bold", highlight=False, soft_wrap=True)
-        lines = [("reward", "weights", "before", "after", "change", "dim")]
+        lines = [("reward", "weights", "before", "after", "change", "dim")] if last > first else []
         for line in comparisons:
+            before, after = (f"{mean:.4f} ± {error or 0:.4f}" for mean, error in (
+                (line.first, line.first_error), (line.last, line.last_error)))
             better = line.headline and line.direction * line.change > 0
-            lines.append((line.reward, line.weights, f"{line.first:.4f} ± {line.first_error or 0:.4f}",
-                          f"{line.last:.4f} ± {line.last_error or 0:.4f}", f"{line.change:+.4f}",
-                          "bold green" if better else "default"))
+            change, style = f"{line.change:+.4f}", "bold green" if better else "default"
+            lines.append((line.reward, line.weights, before, after, change, style) if last > first
+                         else (line.reward, line.weights, after, "", "", "default"))
         for reward, weights, before, after, change, style in lines:
             console.print(f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style,
                           markup=False, highlight=False, soft_wrap=True)

@@ -99,6 +99,7 @@ METRICS: tuple[Metric, ...] = (
     _c("scoring_retries", "batches", "Failed batches that were scored again one by one", "reward", machine=True),
     _c("late_answers_dropped", "answers", "Answers that came after their deadline", machine=True),
     _c("timeouts", "calls", "Calls that passed their deadline", "pool", machine=True),
+    _c("failed_starts", "actors", "Replaced actors that could not start and were tried again", "pool", machine=True),
     _c("actor_deaths", "actors", "Actors that died and were replaced", "pool", machine=True),
     # speed
     _g("images_per_s", "images/s", "Training images per second of the step", machine=True),

@@ -22,6 +22,8 @@ class Bench:
 
     config: Config
     replicas: int = 1
+    start_timeout_s: float = 60
+    max_deaths: int = 4
     results: dict[tuple, ShardScores] = field(default_factory=dict)
 
     def __enter__(self) -> Bench:
@@ -33,7 +35,7 @@ class Bench:
                     name, reward.spec(name), reward.options, reward.self_test)
             self.pools[name] = ActorPool(
                 f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
-                start_timeout_s=60, max_deaths=4)
+                start_timeout_s=self.start_timeout_s, max_deaths=self.max_deaths, rest_s=0.2)
         self.scoring = Scoring(self.config, self.pools)
         self.drive(lambda: all(pool.all_ready for pool in self.pools.values()))
         return self

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from flowgrpo_ray.config import Config, load
-from flowgrpo_ray.live import LiveView, PlainView, duration, set_up_logging, sparkline
+from flowgrpo_ray.live import LiveView, PlainView, duration, print_summary, set_up_logging, sparkline
+from flowgrpo_ray.metrics import MetricsWriter
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +89,17 @@ def test_log_records_are_printed_above_the_live_view():
 def test_small_forms():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([2.0, 2.0]) == "▄▄" and sparkline([float("nan")]) == ""
     assert [duration(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_the_summary_compares_two_evaluations_and_shows_a_single_one(tmp_path):
+    writer, config = MetricsWriter(str(tmp_path), flush_every=1), load(None, {"rewards": {"ocr": {}}})
+
+    def said() -> str:
+        console = Console(file=io.StringIO(), width=120, force_terminal=False)
+        print_summary(config, str(tmp_path), console)
+        return console.file.getvalue()
+
+    writer.append({"step": 2, "eval/policy/ocr": 0.5, "eval_std/policy/ocr": 0.5, "eval_images/policy": 25})
+    assert "prompts, step 2 (" in said() and "before" not in said() and said().count("0.5000 ± 0.1000") == 1
+    writer.append({"step": 4, "eval/policy/ocr": 0.75})
+    assert "prompts, step 2 and step 4 (" in said() and "before" in said() and "+0.2500" in said()

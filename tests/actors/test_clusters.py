@@ -79,3 +79,15 @@ def test_a_growing_cluster_is_waited_for(small_cluster, tmp_path, monkeypatch):
     finished = run(small_config(tmp_path, "grown", steps=1, overrides=GROWING))
     assert [row["step"] for row in finished.rows] == [1]
     assert seen[1]["CPU"] == 1 and len(seen) > 2
+
+
+@pytest.mark.slow
+def test_enough_in_all_and_not_on_one_node_is_found_before_any_actor_starts(small_cluster, tmp_path):
+    small_cluster.add(num_cpus=1)
+    nodes = r"\([\d.]+: CPU 1, GPU 0; [\d.]+: CPU 1, GPU 0\)"
+    with pytest.raises(ResourceError, match=rf"an actor with CPU 1\.5, GPU 0 fits on no node {nodes}"):
+        run(small_config(tmp_path, "wide", steps=1, overrides={"pools.rollout.num_cpus": 1.5}))
+    thirds = {f"pools.{name}.num_cpus": 0.65 for name in ("rollout", "learner", "reward.jpeg_compressibility")}
+    with pytest.raises(ResourceError, match=rf"enough in all, and not on the nodes one by one {nodes}"):
+        run(small_config(tmp_path, "parts", steps=1, overrides=thirds))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.yaml", "wide.yaml"]
