@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from flowgrpo_ray.rewards import RewardError, get, reward_class, validated
-from flowgrpo_ray.rewards.base import renamed
+from flowgrpo_ray.rewards.base import no_exit, renamed
 
 
 class RewardActor:
@@ -57,7 +57,8 @@ class RewardActor:
         if only is not None:
             images, prompts, metadata = images[only : only + 1], prompts[only : only + 1], metadata[only : only + 1]
         try:
-            result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
+            with no_exit(self._name):
+                result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
         except Exception as error:
             if _travels(error):
                 raise

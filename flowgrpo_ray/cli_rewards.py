@@ -73,12 +73,15 @@ def score(
     given = options_by_reward(reward, options)
     pictures = find_pictures(images, given_prompts(prompt, prompts, "which prompts belong to the images?"))
     _check_prompts(given, [p.record for p in pictures])
+    columns: dict[str, None] = {}
     for name, settings in given.items():
         scorer = get(name, **settings)
         if self_test:
             scorer.self_test()
         score_pictures(scorer, short_name(name), pictures)
-    keys = list(dict.fromkeys(key for picture in pictures for key in picture.scores))
+        # The reward's own column is there even where it failed on every picture.
+        columns |= dict.fromkeys([short_name(name), *(key for picture in pictures for key in picture.scores)])
+    keys = list(columns)
     width = max(len(picture.path.name) for picture in pictures)
     typer.echo("  ".join([f"{'image':<{width}}", *(f"{key:>{max(len(key), 9)}}" for key in keys)]))
     for picture in pictures:
@@ -87,7 +90,8 @@ def score(
         typer.echo("  ".join(line) + (f"  {picture.error}" if picture.error else ""))
     for key in keys:
         values = [picture.scores[key] for picture in pictures if key in picture.scores]
-        typer.echo(f"mean {key}: {sum(values) / len(values):.4f} of {len(values)} images")
+        mean = f"{sum(values) / len(values):.4f}" if values else "-"
+        typer.echo(f"mean {key}: {mean} of {len(values)} images")
     if out is not None:
         write_table(out, pictures, keys)
         typer.echo(out)
@@ -164,9 +168,12 @@ def given_prompts(texts: list[str] | None, file: str | None, question: str) -> l
 
 def _check_prompts(given: dict[str, dict[str, Any]], records: list[PromptRecord]) -> None:
     from flowgrpo_ray.rewards import reward_class
+    from flowgrpo_ray.rewards.base import no_exit
 
     for name, settings in given.items():
         cls = reward_class(name)
         for record in records:
-            if why := cls.check_prompt(record.prompt, record.reward_metadata, **settings):
+            with no_exit(name):
+                why = cls.check_prompt(record.prompt, record.reward_metadata, **settings)
+            if why:
                 raise ConfigError(f"prompt {record.prompt!r}: {why}")

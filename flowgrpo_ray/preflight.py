@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flowgrpo_ray.config import Config
@@ -10,6 +11,7 @@ from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, option_problems, reward_class
+from flowgrpo_ray.rewards.base import no_exit, settings_of
 from flowgrpo_ray.sections import RewardConfig
 
 SHOWN = 5  # bad prompts that an error lists
@@ -34,6 +36,8 @@ def check(config: Config) -> Inputs:
     problems = [f"rewards.{name}.options: {text}" for name, reward in config.rewards.items()
                 if known_class(name, reward) for text in option_problems(reward.spec(name), reward.options)]
     if problems:
+        raise ConfigError("\n".join(problems))
+    if problems := [text for name, reward in config.rewards.items() for text in _misfits(name, reward, config)]:
         raise ConfigError("\n".join(problems))
     source, d = check_model(config.model), config.data
     rule = _size_rule(source, config)
@@ -60,6 +64,22 @@ def scope_of(name: str, reward: RewardConfig) -> str:
     return "sample" if cls is None else cls.scope
 
 
+def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
+    """What of a reward's options, right in themselves, does not go with the rest of the configuration."""
+    cls, problems = known_class(name, reward), []
+    if cls is None:
+        return problems
+    settings, size = settings_of(cls, reward.options), config.sampling.group_size
+    if (wait := cls.longest_wait(settings)) >= reward.timeout_s:
+        problems.append(f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take "
+                        f"{wait:g} s (rewards.{name}.options.timeout_s, and the waits of its retries and backoff_s): the actor "
+                        f"would be replaced before the reward can say what is wrong; the nearest right value is "
+                        f"{math.floor(wait) + 1}")
+    if cls.scope == "group" and (problem := cls.group_problem(settings, size)):
+        problems.append(f"rewards.{name}.options: {problem} (sampling.group_size is {size})")
+    return problems
+
+
 def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:
     try:
         records = load_prompts(uri)
@@ -75,8 +95,9 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
         cls = known_class(name, reward)
         if cls is None:
             continue
-        bad = [(record, why) for record in records
-               if (why := cls.check_prompt(record.prompt, record.reward_metadata, **reward.options))]
+        with no_exit(name):
+            bad = [(record, why) for record in records
+                   if (why := cls.check_prompt(record.prompt, record.reward_metadata, **reward.options))]
         if bad:
             lines = [f"  line {record.line}: {record.prompt!r}: {why}" for record, why in bad[:SHOWN]]
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""

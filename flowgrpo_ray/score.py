@@ -13,7 +13,7 @@ import numpy as np
 from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
-from flowgrpo_ray.rewards.base import renamed, validated
+from flowgrpo_ray.rewards.base import no_exit, renamed, validated
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 TABLE_ENDINGS = (".parquet", ".csv", ".jsonl")
@@ -79,7 +79,8 @@ def score_pictures(reward: Reward, name: str, pictures: Sequence[Picture]) -> No
     """Score pictures in place; the keys of their scores carry `name`.
 
     Pictures of equal size are scored `reward.batch_size` at a time (those of one prompt together, where the reward scores
-    whole groups). A batch that fails is scored again one by one; a picture that fails then keeps its `error` and no score.
+    whole groups). A batch that fails is scored again one by one; a picture that fails then has no score, and its `error` says
+    why, after what it says of other rewards.
     """
     size = int(reward.settings.get("batch_size") or reward.batch_size)
     whole = reward.scope == "group"
@@ -97,19 +98,20 @@ def score_pictures(reward: Reward, name: str, pictures: Sequence[Picture]) -> No
                 raise
             except Exception as error:
                 if whole or len(part) == 1:
-                    _fail(part, error)
+                    _fail(name, part, error)
                     continue
                 for row in part:
                     try:
                         _score(reward, name, [row])
                     except Exception as error:
-                        _fail([row], error)
+                        _fail(name, [row], error)
 
 
 def _score(reward: Reward, name: str, rows: Sequence[tuple[Picture, np.ndarray]]) -> None:
-    result = reward.score(np.stack([image for _, image in rows]), [p.record.prompt for p, _ in rows],
-                          [p.record.reward_metadata for p, _ in rows],
-                          group_ids=[p.number for p, _ in rows] if reward.scope == "group" else None)
+    with no_exit(name):
+        result = reward.score(np.stack([image for _, image in rows]), [p.record.prompt for p, _ in rows],
+                              [p.record.reward_metadata for p, _ in rows],
+                              group_ids=[p.number for p, _ in rows] if reward.scope == "group" else None)
     for key, values in renamed(validated(result, len(rows), reward.name), reward.name, name).items():
         for (picture, _), value in zip(rows, values, strict=True):
             if key in picture.scores:
@@ -118,9 +120,10 @@ def _score(reward: Reward, name: str, rows: Sequence[tuple[Picture, np.ndarray]]
             picture.scores[key] = float(value)
 
 
-def _fail(rows: Sequence[tuple[Picture, np.ndarray]], error: Exception) -> None:
+def _fail(name: str, rows: Sequence[tuple[Picture, np.ndarray]], error: Exception) -> None:
     for picture, _ in rows:
-        picture.error = f"{type(error).__name__}: {error}"
+        before = f"{picture.error}; " if picture.error else ""
+        picture.error = f"{before}{name}: {type(error).__name__}: {error}"
 
 
 def write_table(path: str | Path, pictures: Sequence[Picture], keys: Sequence[str]) -> None:

@@ -10,15 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Server:
     """`answer(method, path, body)` gives (status, payload) or (status, payload, headers); a payload is JSON, bytes as they
-    are, or one of HANG (no answer until the test is over) and CLOSE (the connection is closed without one).
+    are, or one of HANG (no answer until the test is over), CLOSE (the connection is closed without one), and DRIP and
+    DRIP_HEAD (a right answer whose body, or head, comes byte by byte until `enough` is set, by the test or after 20 s).
 
     `requests` lists (method, path, parsed body, headers) as they came.
     """
 
-    HANG, CLOSE = object(), object()
+    HANG, CLOSE, DRIP, DRIP_HEAD = object(), object(), object(), object()
 
     def __init__(self, answer):
-        self.requests, self.ended = [], threading.Event()
+        self.requests, self.ended, self.enough = [], threading.Event(), threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -33,6 +34,8 @@ class Server:
                 if payload in (Server.HANG, Server.CLOSE):
                     self.close_connection = True
                     return
+                if payload in (Server.DRIP, Server.DRIP_HEAD):
+                    return self.drip(status, payload is Server.DRIP_HEAD)
                 data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
                 self.send_response(status)
                 for key, value in (rest[0] if rest else {}).items():
@@ -40,6 +43,18 @@ class Server:
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def drip(self, status, in_head):
+                self.close_connection = True
+                head, end = f"HTTP/1.0 {status} fine\r\n", b"\r\n\r\n7" if in_head else b"7"
+                with contextlib.suppress(OSError):  # the client has had enough
+                    self.wfile.write((head + ("X-Padding: " if in_head else "\r\n")).encode())
+                    for count in range(400):
+                        if count > 4 and outer.enough.is_set() or outer.ended.wait(0.05):
+                            break
+                        self.wfile.write(b" ")
+                    outer.enough.set()
+                    self.wfile.write(end)
 
             do_GET = do_POST = handle_any
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import zlib
 
@@ -51,6 +52,21 @@ depends_on_batch.batch_invariant = True
 def clash(images, prompts, metadata):
     """A monitor with the name of another reward."""
     return {"clash": brightness(images, prompts, metadata), "jpeg_compressibility": [1.0] * len(images)}
+
+
+def hopeless(images, prompts, metadata):
+    """Never has a score."""
+    raise ValueError("no picture is good enough")
+
+
+def faulty_everywhere(images, prompts, metadata):
+    """Never has a score either."""
+    raise IndexError("lost")
+
+
+def leaves(images, prompts, metadata):
+    """Takes its process for its own."""
+    sys.exit(0)
 
 
 class Secret(Exception):

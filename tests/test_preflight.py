@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from runs import small_config
 from flowgrpo_ray import tiny
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.preflight import check
+from flowgrpo_ray.rewards import RewardError
+from flowgrpo_ray.rewards.jpeg import JpegCompressibility
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
@@ -41,6 +44,43 @@ def test_an_adapter_that_does_not_fit(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         check(small_config(tmp_path, "x", overrides=overrides))
     assert check(small_config(tmp_path, "y", overrides={"lora.init_from": own, "lora.rank": None})).train
+
+
+URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/v1"}
+
+
+@pytest.mark.parametrize(("reward", "messages"), [
+    ({"type": "remote", "timeout_s": 63.0, "options": URL},
+     ["rewards.far.timeout_s is 63, and", "rewards.far.options.timeout_s", "63.5 s", "the nearest right value is 64"]),
+    ({"type": "geneval", "timeout_s": 9.0, "options": URL | {"timeout_s": 9.0, "retries": 0}}, ["nearest right value is 10"]),
+    ({"type": "deqa", "timeout_s": 30.0, "options": URL | {"retries": 0}}, ["the nearest right value is 61"]),
+    ({"type": "vlm_judge", "options": ENDPOINT | {"timeout_s": 300}}, ["rewards.far.timeout_s is 120", "value is 304"]),
+    ({"type": "qwen_vl", "options": ENDPOINT | {"retries": 9}}, ["rewards.far.timeout_s is 120", "value is 182"]),
+    ({"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 1}},
+     ["rewards.far.options: reward vlm_preference: max_pairs 1 leaves pictures of a group of 4 out; the smallest right value "
+      "is 2 (sampling.group_size is 4)"]),
+    ({"python": "own_rewards:brightness", "options": {"scale": float("nan")}},
+     ["rewards.far.options: reward brightness: option scale is nan, not a finite number"]),
+])
+def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
+    with pytest.raises(ConfigError) as error:
+        check(small_config(tmp_path, "x", overrides={"rewards.far": reward}))
+    assert all(message in str(error.value) for message in messages), error.value
+
+
+@pytest.mark.parametrize("reward", [
+    {"type": "remote", "options": URL}, {"type": "vlm_judge", "options": ENDPOINT},
+    {"type": "remote", "timeout_s": 64.0, "options": URL},
+    {"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 2}}, {"type": "vlm_preference", "options": ENDPOINT},
+])
+def test_defaults_and_the_nearest_right_values_fit(tmp_path, reward):
+    assert check(small_config(tmp_path, "x", overrides={"rewards.far": reward})).train
+
+
+def test_exit_in_the_check_of_a_prompt(tmp_path, monkeypatch):
+    monkeypatch.setattr(JpegCompressibility, "check_prompt", classmethod(lambda cls, *_, **__: sys.exit(0)))
+    with pytest.raises(RewardError, match=r"reward jpeg_compressibility called sys.exit\(0\)"):
+        check(small_config(tmp_path, "x"))
 
 
 def tiny_copy(folder: Path) -> Path:

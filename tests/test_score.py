@@ -71,6 +71,23 @@ def test_an_image_that_fails_has_no_score_and_the_others_do(tmp_path):
     assert [row["faulty"] is None for row in rows] == [False, True, False]
 
 
+@pytest.mark.parametrize(("name", "error"), [
+    ("hopeless", "ValueError: no picture is good enough"), ("leaves", "RewardError: reward leaves called sys.exit(0)"),
+])
+def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
+    names = [f"own_rewards:{name}", JPEG, "own_rewards:faulty_everywhere"]
+    result = cli(folder, *(part for one in names for part in ("--reward", one)), "--prompt", "x",
+                 "--out", tmp_path / "s.parquet", code=1)
+    table = parquet.read_table(tmp_path / "s.parquet")
+    assert table.column_names == ["path", "prompt", name, JPEG, "faulty_everywhere", "error"]
+    assert table.schema.field(name).type == "double" and table[name].null_count == 2 and table[JPEG].null_count == 0
+    assert table["error"].to_pylist() == [f"{name}: {error}; faulty_everywhere: IndexError: lost"] * 2
+    header, *lines = result.stdout.splitlines()
+    assert header.split() == ["image", name, JPEG, "faulty_everywhere"] and lines[0].split()[1] == "-"
+    assert f"mean {name}: - of 0 images" in lines and "2 of 2 images have no score" in result.stderr
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["{folder}", "--reward", "ocrr", "--prompt", "x"], "did you mean ocr"),
     (["{folder}", "--reward", "ocr", "--prompt", "no quotes"], "needs the text to be read in double quotes"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +30,7 @@ class Option:
     """One option of a reward: its default and what it may hold.
 
     `choices`, where given, are all the values it can take. Otherwise the value is of `kind`; None is right only where
-    it is the default. `minimum` is the smallest number.
+    it is the default. `minimum` is the smallest number. Numbers are finite, but for a default that is not.
     """
 
     default: Any
@@ -50,9 +52,29 @@ class Option:
         right = isinstance(value, (int, float) if self.kind is float else self.kind)
         if not right or (isinstance(value, bool) and self.kind is not bool):
             return f"is {value!r}, not of type {self.kind.__name__}; the default is {self.default!r}"
+        if isinstance(value, (int, float)) and not is_finite(value) and value != self.default:
+            return f"is {value!r}, not a finite number; the default is {self.default!r}"
         if self.minimum is not None and not value >= self.minimum:
             return f"is {value!r}; the smallest right value is {self.minimum:g}"
         return None
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number is one that a float can hold: not NaN, not infinite, no whole number of 400 digits."""
+    return abs(number) <= sys.float_info.max
+
+
+@contextmanager
+def no_exit(name: str) -> Iterator[None]:
+    """Around the code of a reward: where that calls sys.exit, the process that asks for a score must not end.
+
+    Raises:
+        RewardError: it did; names the reward.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
 
 
 @dataclass(frozen=True)
@@ -116,12 +138,22 @@ class Reward(ABC):
         problems = problems_of(type(self), options)
         if problems:
             raise ConfigError("\n".join(problems))
-        self.settings: dict[str, Any] = _settings(type(self), options)
+        self.settings: dict[str, Any] = settings_of(type(self), options)
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
         """Which options, right one by one, do not go together, one sentence each. `settings` has every option."""
         return []
+
+    @classmethod
+    def longest_wait(cls, settings: Mapping[str, Any]) -> float:
+        """Seconds that one request to the reward's own server may take, its retries included; 0 where it asks none."""
+        return 0.0
+
+    @classmethod
+    def group_problem(cls, settings: Mapping[str, Any], size: int) -> str | None:
+        """Why groups of `size` images cannot be scored under these settings, or None. Asked of rewards of scope "group"."""
+        return None
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
@@ -141,7 +173,8 @@ class Reward(ABC):
         Raises:
             RewardError: scores in the wrong order or out of range, or a batch that changes the bits of a score.
         """
-        case = self.self_test_case()
+        with no_exit(self.name):
+            case = self.self_test_case()
         if case is None:
             if self.batch_invariant:
                 raise RewardError(f"reward {self.name} is declared batch_invariant, and has no self_test_case to check it with")
@@ -149,8 +182,9 @@ class Reward(ABC):
         metadata = case.metadata or ({},) * len(case.prompts)
 
         def score(rows: Sequence[int]) -> np.ndarray:
-            result = self.score(case.images[list(rows)], [case.prompts[i] for i in rows], [metadata[i] for i in rows],
-                                group_ids=[0] * len(rows))
+            with no_exit(self.name):
+                result = self.score(case.images[list(rows)], [case.prompts[i] for i in rows], [metadata[i] for i in rows],
+                                    group_ids=[0] * len(rows))
             return validated(result, len(rows), self.name)[self.name]
 
         every = range(len(case.prompts))
@@ -259,10 +293,11 @@ def problems_of(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:
             problems.append(f"reward {cls.name}: option {key} {problem}")
     if problems:
         return problems
-    return [f"reward {cls.name}: {conflict}" for conflict in cls.conflicts(_settings(cls, options))]
+    return [f"reward {cls.name}: {conflict}" for conflict in cls.conflicts(settings_of(cls, options))]
 
 
-def _settings(cls: type[Reward], options: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(cls: type[Reward], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward's options with the defaults filled in."""
     return {key: option.default for key, option in cls.options.items()} | dict(options)
 
 

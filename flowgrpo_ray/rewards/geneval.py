@@ -9,7 +9,7 @@ import numpy as np
 
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
 from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
-from flowgrpo_ray.rewards.http_client import url_problem
+from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
 from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, check_range
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
@@ -66,6 +66,11 @@ class GenEval(Reward):
             return [problem]
         here, unused = ("url", LOCAL_ONLY) if settings["url"] is not None else ("detector", REMOTE_ONLY)
         return [f"option {key} means nothing with {here}" for key in unused if settings[key] != cls.options[key].default]
+
+    @classmethod
+    def longest_wait(cls, settings: Mapping[str, Any]) -> float:
+        """See `Reward.longest_wait`."""
+        return 0.0 if settings["url"] is None else longest_wait(settings)
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:

@@ -13,6 +13,8 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,17 +24,34 @@ from flowgrpo_ray.rewards.base import Option, RewardError
 
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
+CHUNK = 1024  # bytes of an answer that are read at once
 SHOWN = 300  # characters of a server's answer that an error quotes
+
+_Answer = tuple[int, Mapping[str, str], bytes]  # status, headers, body
 
 # Options of every reward that talks to a server.
 CONNECTION: dict[str, Option] = {
-    "timeout_s": Option(60.0, "Seconds that a server may take to accept a connection, or to send the next bytes of its "
-                        "answer", kind=float, minimum=0.01),
+    "timeout_s": Option(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its answer; "
+                        "an answer that is late is an error at once", kind=float, minimum=0.01),
     "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
                       "504; any other failure is final", kind=int, minimum=0),
     "backoff_s": Option(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
                         kind=float, minimum=0),
 }
+
+
+def pause(backoff_s: float, attempt: int) -> float:
+    """Seconds before the retry that follows an attempt, counted from 0."""
+    return min(backoff_s * 2.0 ** min(attempt, 64), LONGEST_WAIT_S)
+
+
+def longest_wait(settings: Mapping[str, Any]) -> float:
+    """Seconds that a request may take under the options in `CONNECTION`: tries that are refused at once, with the waits
+    between them, and a last one without an answer in time, which is final. A `Retry-After` of the server comes on top."""
+    retries, backoff = settings["retries"], settings["backoff_s"]
+    growing = min(retries, 64)
+    return (settings["timeout_s"] + sum(pause(backoff, attempt) for attempt in range(growing))
+            + (retries - growing) * pause(backoff, growing))
 
 
 class HttpError(RewardError):
@@ -129,7 +148,7 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         self._who, self._headers = who, dict(headers or {})
         self._timeout, self._retries, self._backoff = timeout_s, retries, backoff_s
-        self._local = threading.local()
+        self._idle: SimpleQueue[Any] = SimpleQueue()  # sessions, each with its open connection
 
     def get(self, path: str) -> Any:
         """The JSON that a GET of `path` answers; raises as `post`."""
@@ -150,7 +169,7 @@ class HttpClient:
     def _request(self, method: str, path: str, body: bytes | None) -> Any:
         url = self.base_url + path
         for attempt in itertools.count():
-            wait, problem = self._backoff * 2**attempt, None
+            wait, problem = pause(self._backoff, attempt), None
             try:
                 status, headers, content = self._send(method, url, body)
             except _Retriable as error:
@@ -169,26 +188,62 @@ class HttpClient:
                 raise problem
             time.sleep(min(wait, LONGEST_WAIT_S))
 
-    def _send(self, method: str, url: str, body: bytes | None) -> tuple[int, Mapping[str, str], bytes]:
+    def _send(self, method: str, url: str, body: bytes | None) -> _Answer:
+        """One try, on a thread of its own: `requests` bounds each read, but not the look-up of a name, nor an answer that
+        comes byte by byte. A try that is late is left to itself; its thread ends with the next kilobyte, or when none comes.
+        """
+        import requests
+
+        try:
+            session = self._idle.get_nowait()
+        except Empty:
+            session = requests.Session()
+        answer: Future[_Answer] = Future()
+        threading.Thread(target=self._try, args=(answer, session, method, url, body), daemon=True).start()
+        try:
+            return answer.result(self._timeout)
+        except TimeoutError:
+            raise self._late(url) from None
+
+    def _try(self, answer: Future[_Answer], session: Any, method: str, url: str, body: bytes | None) -> None:
+        try:
+            found = self._exchange(session, method, url, body)
+        except BaseException as error:
+            session.close()
+            answer.set_exception(error)
+        else:
+            self._idle.put(session)
+            answer.set_result(found)
+
+    def _exchange(self, session: Any, method: str, url: str, body: bytes | None) -> _Answer:
         import requests
         from urllib3.exceptions import ReadTimeoutError
 
-        if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
+        end = time.monotonic() + self._timeout
         headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        # A connection that is not accepted is found before the whole try is late: it may be tried again.
+        timeouts = (0.9 * self._timeout, self._timeout)
         try:
             # A redirected POST would arrive as a GET.
-            response = self._local.session.request(
-                method, url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False)
-            return response.status_code, response.headers, response.content
+            with session.request(method, url, data=body, headers=headers, timeout=timeouts, allow_redirects=False,
+                                 stream=True) as response:
+                parts = []
+                for part in response.iter_content(CHUNK):
+                    if time.monotonic() > end:
+                        raise self._late(url)
+                    parts.append(part)
+                return response.status_code, response.headers, b"".join(parts)
         except requests.exceptions.RequestException as error:
             late = isinstance(error, requests.exceptions.ReadTimeout) or any(
                 isinstance(cause, ReadTimeoutError) for cause in error.args)
             if late:
-                raise RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s") from None
+                raise self._late(url) from None
             if isinstance(error, (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)):
                 raise _Retriable(f"no connection, or it was lost: {_reason(error)}") from None
             raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}") from None
+
+    def _late(self, url: str) -> RewardError:
+        return RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s")
 
     def _parsed(self, url: str, content: bytes) -> Any:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, SelfTest, problems_of
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, SelfTest, no_exit, problems_of
 
 ENTRY_POINTS = "flowgrpo_ray.rewards"
 _INPUTS = ("images", "prompts", "metadata")
@@ -85,7 +85,7 @@ def reward_class(name: str) -> type[Reward]:
     module, attribute = _split(name, entry)
     try:
         cls = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"reward {name!r} ({entry}) cannot be imported: {type(error).__name__}: {error}") from error
     if name not in _REGISTRY and callable(cls) and not isinstance(cls, type):
         return _of_function(name, cls)
@@ -109,7 +109,8 @@ def get(name: str, **options: Any) -> Reward:
         ConfigError: an unknown name or option, or a wrong value; the nearest right one is named.
         RewardError: a package or model file that the reward needs is absent; the message says how to install it.
     """
-    return reward_class(name)(**options)
+    with no_exit(name):
+        return reward_class(name)(**options)
 
 
 def _split(name: str, path: str) -> tuple[str, str]:
@@ -134,7 +135,7 @@ def _own(path: str) -> type[Reward]:
         sys.path.insert(0, os.getcwd())  # a console script does not look into the folder it is called from
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever its code does when it is imported
+    except (Exception, SystemExit) as error:  # whatever its code does when it is imported
         raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}"
                           ) from error
     found = getattr(module, attribute, None)

@@ -18,7 +18,16 @@ import numpy as np
 
 from flowgrpo_ray.errors import nearest
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
-from flowgrpo_ray.rewards.http_client import CONNECTION, HttpClient, HttpError, from_png, to_base64, to_png, url_problem
+from flowgrpo_ray.rewards.http_client import (
+    CONNECTION,
+    HttpClient,
+    HttpError,
+    from_png,
+    longest_wait,
+    to_base64,
+    to_png,
+    url_problem,
+)
 
 EXAMPLE_URL = "http://127.0.0.1:8123"
 MAX_PIXELS = 1 << 28  # of all images of a request together
@@ -167,6 +176,11 @@ class RemoteReward(Reward):
         """See `Reward.conflicts`."""
         problem = url_problem("url", settings["url"], EXAMPLE_URL)
         return [problem] if problem else []
+
+    @classmethod
+    def longest_wait(cls, settings: Mapping[str, Any]) -> float:
+        """See `Reward.longest_wait`."""
+        return longest_wait(settings)
 
     def self_test_case(self) -> SelfTest | None:
         """The served reward's own pictures, sent as any others are."""

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from flowgrpo_ray import __version__
 from flowgrpo_ray.errors import nearest
-from flowgrpo_ray.rewards.base import Reward, RewardError, validated
+from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, validated
 from flowgrpo_ray.rewards.http_client import from_png, strict_json, to_base64, to_png
 from flowgrpo_ray.rewards.registry import get
 from flowgrpo_ray.rewards.remote import MAX_PIXELS
@@ -114,10 +115,11 @@ class RewardServer:
         label = {"registry": self._metrics, "namespace": "flowgrpo", "subsystem": "reward_server"}
         self._requests = Counter("requests", "Scoring requests, by HTTP status of the answer", ["status"], **label)
         self._images = Counter("images", "Images scored", **label)
-        self._failures = Counter("failures", "Scoring requests that the reward failed on", **label)
+        self._failures = Counter("failures", "Requests that the reward failed on", **label)
         self._seconds = Histogram("seconds", "Seconds of a scoring call, without waiting", **label,
                                   buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100))
         Gauge("queued", "Requests that wait", **label).set_function(lambda: self._scorer.queued)
+        self._reasons: dict[tuple[Any, ...], int] = {}
         self._count = {"requests": 0, "images": 0, "failures": 0}
         self.app = web.Application(client_max_size=max_body_mb * 1_000_000, middlewares=[_errors_as_json])
         self.app.add_routes([
@@ -156,20 +158,34 @@ class RewardServer:
             batch = await asyncio.to_thread(self._batch, data)
         except BadRequest as error:
             return _error(400, str(error), field=error.field)
+        except Exception as error:
+            return self._failed(error)
         future = self._scorer.submit(lambda: self._run(*batch), self._max_queue)
         if future is None:
             return _error(503, f"{self._max_queue} requests wait already", headers={"Retry-After": "1"})
         try:
             scores, seconds = await asyncio.wrap_future(future)
         except Exception as error:
-            self._count["failures"] += 1
-            self._failures.inc()
-            log.warning("scoring failed: %s: %s", type(error).__name__, error, exc_info=not isinstance(error, RewardError))
-            return _error(500, f"{type(error).__name__}: {error}")
+            return self._failed(error)
         self._count["images"] += len(batch[0])
         self._images.inc(len(batch[0]))
         self._seconds.observe(seconds)
         return web.json_response({"scores": {key: values.tolist() for key, values in scores.items()}}, dumps=_dumps)
+
+    def _failed(self, error: Exception) -> web.Response:
+        """The answer to a request that the reward failed on. Failures of one kind and place in its code are logged when they
+        first come, and at the 10th, 100th, ... time: a broken reward fails on every request."""
+        self._count["failures"] += 1
+        self._failures.inc()
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = type(error), place.filename, place.lineno
+        times = self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        text = f"{type(error).__name__}: {error}"
+        if times == 1:
+            log.warning("scoring failed: %s", text, exc_info=not isinstance(error, RewardError))
+        elif str(times).rstrip("0") == "1":
+            log.warning("scoring failed %d times for one reason, now: %s", times, text)
+        return _error(500, text)
 
     def _run(
         self, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]], group_ids: list[int] | None,
@@ -212,12 +228,18 @@ class RewardServer:
             if image.shape != images[0].shape:
                 raise BadRequest(f"images[{i}]", f"is of {_size(image)} pixels, and images[0] of {_size(images[0])}")
         for i, (prompt, extra) in enumerate(zip(prompts, metadata, strict=True)):
-            if problem := self._reward.check_prompt(prompt, extra, **self._reward.settings):
+            with no_exit(self._reward.name):
+                problem = self._reward.check_prompt(prompt, extra, **self._reward.settings)
+            if problem:
                 raise BadRequest(f"prompts[{i}]", problem)
         return np.stack(images), prompts, metadata, ids
 
     async def _self_test(self, request: web.Request) -> web.Response:
-        case = self._reward.self_test_case()
+        try:
+            with no_exit(self._reward.name):
+                case = self._reward.self_test_case()
+        except Exception as error:
+            return self._failed(error)
         body = None if case is None else {
             "images": [to_base64(to_png(image)) for image in case.images], "prompts": list(case.prompts),
             "metadata": list(case.metadata) or [{} for _ in case.prompts], "ordered": case.ordered}

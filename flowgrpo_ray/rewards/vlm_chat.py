@@ -19,7 +19,16 @@ import numpy as np
 
 from flowgrpo_ray.errors import nearest
 from flowgrpo_ray.rewards.base import Option, Reward, RewardError
-from flowgrpo_ray.rewards.http_client import CONNECTION, HttpClient, HttpError, strict_json, to_base64, to_png, url_problem
+from flowgrpo_ray.rewards.http_client import (
+    CONNECTION,
+    HttpClient,
+    HttpError,
+    longest_wait,
+    strict_json,
+    to_base64,
+    to_png,
+    url_problem,
+)
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +159,11 @@ class ChatReward(Reward):
         if settings["structured"] == "json_schema" and not settings["parser"].startswith("json:"):
             problems.append(f"option structured: json_schema goes with a json: parser, not with {settings['parser']!r}")
         return [problem for problem in problems if problem]
+
+    @classmethod
+    def longest_wait(cls, settings: Mapping[str, Any]) -> float:
+        """See `Reward.longest_wait`."""
+        return longest_wait(settings)
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of a reply."""

@@ -8,7 +8,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
+from flowgrpo_ray.rewards.base import (
+    GroupIds,
+    Metadata,
+    Option,
+    RewardError,
+    Scores,
+    SelfTest,
+    check_batch,
+    is_finite,
+    red_above_blue,
+)
 from flowgrpo_ray.rewards.vlm_chat import (
     CHAT_OPTIONS,
     ChatReward,
@@ -50,9 +60,9 @@ Score: 3.5"""
 
 def _pair_problem(name: str, value: Any) -> str | None:
     numbers = isinstance(value, list) and len(value) == 2 and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) for v in value)
+        isinstance(v, (int, float)) and not isinstance(v, bool) and is_finite(v) for v in value)
     if not numbers or not value[0] < value[1]:
-        return f"option {name} is {value!r}, not [low, high]"
+        return f"option {name} is {value!r}, not [low, high] of two finite numbers"
     return None
 
 

@@ -74,6 +74,15 @@ class VlmPreference(ChatReward):
         problems = [template_problem(settings["template"], ["prompt"], ["prompt"]), parser_problem(settings["parser"])]
         return [*(problem for problem in problems if problem), *super().conflicts(settings)]
 
+    @classmethod
+    def group_problem(cls, settings: Mapping[str, Any], size: int) -> str | None:
+        """See `Reward.group_problem`."""
+        try:
+            pairs_of(size, settings["max_pairs"])
+        except RewardError as error:
+            return str(error)
+        return None
+
     def schema(self) -> dict[str, Any]:
         """See `ChatReward.schema`."""
         field = self.settings["parser"].removeprefix("json:")

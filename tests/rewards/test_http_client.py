@@ -1,6 +1,10 @@
 import base64
+import contextlib
 import io
 import pickle
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -115,6 +119,65 @@ def test_no_answer_in_time_is_an_error_and_is_not_asked_again():
         with pytest.raises(RewardError, match=rf"no answer from {server.url}/x within 0.2 s"):
             client(server.url, timeout_s=0.2).post("/x", {})
         assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("payload", [Server.DRIP, Server.DRIP_HEAD])
+def test_an_answer_that_drips_has_to_be_whole_in_time_too(payload):
+    with serving(in_turn((200, payload), (200, 8))) as server:
+        asked = client(server.url, timeout_s=0.4)
+        with pytest.raises(RewardError, match=rf"no answer from {server.url}/x within 0.4 s"):
+            asked.post("/x", {})
+        assert not server.enough.is_set(), "the answer was waited for"
+        assert asked.post("/x", {}) == 8, "what is left of the late answer is not read as the next one"
+        assert len(server.requests) == 2
+    with serving(in_turn((200, payload))) as server:
+        server.enough.set()
+        assert client(server.url, timeout_s=30.0).post("/x", {}) == 7
+
+
+def test_a_connection_that_nobody_accepts_is_tried_again():
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # fill the queue
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        with pytest.raises(RewardError, match=r"no connection.*timed out.*\(tried 2 times\)"):
+            client(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.3, retries=1).get("/x")
+
+
+def test_connections_are_used_again():
+    ports = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            ports.append(self.client_address[1])
+            self.send_response(200)
+            self.send_header("Content-Length", "1")
+            self.end_headers()
+            self.wfile.write(b"1")
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        asked = client(f"http://127.0.0.1:{server.server_address[1]}")
+        assert [asked.get("/x") for _ in range(3)] == [1, 1, 1]
+        server.shutdown()
+    assert len(ports) == 3 and len(set(ports)) == 1
+
+
+@pytest.mark.parametrize(("settings", "seconds"), [
+    ({}, 63.5), ({"retries": 0}, 60), ({"retries": 8}, 60 + 0.5 + 1 + 2 + 4 + 8 + 16 + 30 + 30),
+    ({"timeout_s": 5, "retries": 10**9, "backoff_s": 0}, 5), ({"timeout_s": 5, "retries": 3000, "backoff_s": 30}, 5 + 90_000),
+])
+def test_the_longest_wait_for_one_request(settings, seconds):
+    defaults = {key: option.default for key, option in http_client.CONNECTION.items()}
+    assert http_client.longest_wait(defaults | settings) == seconds
 
 
 def test_a_lost_connection_is_tried_again():

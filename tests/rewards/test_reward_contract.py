@@ -108,6 +108,63 @@ def test_register_makes_a_reward_available(registry):
     assert len(rewards.option_problems("constant", {"level": math.nan})) == 1
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400])
+def test_a_number_that_is_none_is_refused(value, tmp_path, monkeypatch):
+    (tmp_path / "numbers_of_mine.py").write_text(
+        "def mine(images, prompts, metadata, *, gain=1, cap=float('inf')):\n    return 0\n")
+    monkeypatch.chdir(tmp_path)
+    for name, options, key in (("numbers_of_mine:mine", {"gain": value}, "gain"),
+                               ("remote", {"url": "http://x", "timeout_s": value}, "timeout_s"),
+                               ("vlm_judge", {"base_url": "http://x/v1", "scale": [value, value]}, "scale"),
+                               ("vlm_judge", {"base_url": "http://x/v1", "scale": [0, value]}, "scale"),
+                               ("vlm_judge", {"base_url": "http://x/v1", "temperature": value}, "temperature")):
+        (problem,) = rewards.option_problems(name, options)
+        assert f"option {key} is " in problem, problem
+        if key != "scale":
+            assert "not a finite number; the default is" in problem or value < 0, problem
+    assert rewards.option_problems("numbers_of_mine:mine", {"cap": math.inf}) == [], "its own default is right"
+
+
+class Leaving(Reward):
+    """Ends the process, or tries to, where its option says."""
+
+    name = "leaving"
+    range = (0.0, 1.0)
+    options = {"where": Option("score", "where it does")}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        if self.settings["where"] == "load":
+            sys.exit("no weights")
+
+    def self_test_case(self):
+        if self.settings["where"] == "case":
+            sys.exit()
+        return base.red_above_blue()
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        if self.settings["where"] == "interrupt":
+            raise KeyboardInterrupt
+        sys.exit(0)
+
+
+def test_code_of_ones_own_that_calls_exit_is_an_error_that_names_the_reward(registry, tmp_path, monkeypatch):
+    rewards.register("leaving", Leaving)
+    with pytest.raises(RewardError, match=r"reward leaving called sys.exit\('no weights'\)"):
+        rewards.get("leaving", where="load")
+    for where, code in (("score", "0"), ("case", "None")):
+        with pytest.raises(RewardError, match=rf"reward leaving called sys.exit\({code}\)"):
+            rewards.get("leaving", where=where).self_test()
+    with pytest.raises(KeyboardInterrupt):
+        rewards.get("leaving", where="interrupt").self_test()
+    (tmp_path / "leaving_mine.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    for entry in ("leaving_mine:f", "elsewhere"):
+        reward_registry._REGISTRY["elsewhere"] = "leaving_mine:f"
+        with pytest.raises(ConfigError, match="cannot be imported: SystemExit: 0"):
+            rewards.reward_class(entry)
+
+
 def test_register_by_name_imports_late(registry):
     rewards.register("other", "no_such_package.module:Other")
     with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"):

@@ -35,6 +35,8 @@ class Probe(Reward):
 
     @classmethod
     def check_prompt(cls, prompt, metadata, **options):
+        if prompt == "leave":
+            sys.exit(0)
         return "it is bad; an example is: good" if prompt == "bad" else None
 
     def self_test_case(self):
@@ -203,6 +205,30 @@ def test_a_reward_that_fails_is_an_error_and_the_server_goes_on(probe, prompt, m
         assert answer.status_code == 500 and "NaN" not in answer.text
         assert re.search(message, answer.json()["error"]["message"])
         assert ask(url, body()).status_code == 200
+
+
+def test_exit_in_the_checks_of_a_reward_is_an_answered_error_too(probe, monkeypatch):
+    def leave(self):
+        sys.exit(0)
+
+    with served(probe) as url:
+        answer = ask(url, body(prompt="leave"))
+        assert answer.status_code == 500 and "reward probe called sys.exit(0)" in answer.json()["error"]["message"]
+        monkeypatch.setattr(Probe, "self_test_case", leave)
+        answer = requests.get(f"{url}/v1/self_test", timeout=5)
+        assert answer.status_code == 500 and "reward probe called sys.exit(0)" in answer.json()["error"]["message"]
+        assert ask(url, body()).status_code == 200
+        assert requests.get(f"{url}/health", timeout=5).json()["failures"] == 2
+
+
+def test_failures_of_one_reason_are_logged_once_and_then_counted(probe, caplog):
+    with served(probe) as url, caplog.at_level("WARNING"):
+        for _ in range(12):
+            ask(url, body(prompt="raise"))
+        ask(url, body(prompt="nan"))
+    said = [record.message for record in caplog.records if "scoring failed" in record.message]
+    assert len(said) == 3 and ["ValueError: the model is gone" in line for line in said] == [True, True, False]
+    assert "10 times" in said[1] and "'probe' is nan" in said[2]
 
 
 def test_health_and_metrics(probe):
