@@ -15,6 +15,7 @@ from ray.util import remove_placement_group
 
 from actors.placement import actor_options, place_learners
 from flowgrpo_ray import device as devices
+from flowgrpo_ray import signals
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import FlowGrpoError
@@ -177,6 +178,7 @@ class LearnerGroup:
         waiting, values, last_log = list(refs), {}, time.monotonic()
         deadline = last_log + timeout_s
         while waiting:
+            signals.check()
             watch()
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(0.25, deadline - time.monotonic())))

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.environments import runtime_env
+from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
@@ -66,6 +67,7 @@ def check_resources(config: Config) -> None:
     last_log, demand = start, None
     try:
         while True:
+            signals.check()
             free, total = ray.available_resources(), ray.cluster_resources()
             if demand is not None and demand.wait(timeout_seconds=0):
                 return
@@ -127,6 +129,7 @@ def place_learners(config: Config) -> PlacementGroup:
     group = placement_group([bundle] * pool.replicas, strategy="PACK", **selectors)
     start = time.monotonic()
     while not group.wait(timeout_seconds=min(30.0, config.pools.start_timeout_s)):
+        signals.check()
         waited = time.monotonic() - start
         log.warning("waiting for %d learner bundles of %s for %.0f s; free: %s", pool.replicas, bundle, waited,
                     ray.available_resources())

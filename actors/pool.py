@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
 from actors.environments import setup_reason
+from flowgrpo_ray import signals
 from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line
 
 log = logging.getLogger(__name__)
@@ -390,6 +391,7 @@ def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: s
     Raises:
         FlowGrpoError: nothing is in flight (a wait that could never end).
     """
+    signals.check()
     refs = [ref for pool in pools for ref in pool.waiting_for()] + others
     deadline = min((pool.next_deadline() for pool in pools), default=float("inf"))
     if not refs and deadline == float("inf"):

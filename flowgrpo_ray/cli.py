@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import __version__, cli_rewards
+from flowgrpo_ray import __version__, cli_rewards, signals
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from flowgrpo_ray.config import Config
 
 log = logging.getLogger(__name__)
-
-TERMINATED = 128 + signal.SIGTERM
-INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Group(TyperGroup):
@@ -52,13 +49,14 @@ class _Group(TyperGroup):
             _fail(error, 1)
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(signals.INTERRUPTED) from None
         except SystemExit as stop:
-            # While Ray connects, a handler of its own is in place: it exits with the bare number of the signal.
-            if stop.code not in (signal.SIGTERM, TERMINATED):
+            # While Ray connects, a handler of its own is in place: it exits with the bare number of the signal. And what our
+            # handler raises while Ray waits comes out of it with code 1.
+            if stop.code not in (signal.SIGTERM, signals.TERMINATED) and not signals.terminated():
                 raise
             typer.echo("terminated", err=True)
-            raise typer.Exit(TERMINATED) from None
+            raise typer.Exit(signals.TERMINATED) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
@@ -330,7 +328,7 @@ def _prepare(config: Config, *, err: bool = False) -> Console:
     console = Console(stderr=err)
     set_up_logging(config.logging.level, console)
     _quiet(config.logging.level)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    signals.install()
     return console
 
 

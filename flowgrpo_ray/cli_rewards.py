@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowgrpo_ray import signals
 from flowgrpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def serve_reward(
     if serve(name, settings, host=host, port=port, max_batch=max_batch, max_body_mb=max_body_mb, self_test=self_test,
              say=lambda text: print(text, flush=True)) == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + signal.SIGTERM)
+    raise signals.Terminated
 
 
 def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str, dict[str, Any]]:

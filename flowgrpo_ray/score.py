@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowgrpo_ray import signals
 from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
@@ -92,6 +93,7 @@ def score_pictures(reward: Reward, name: str, pictures: Sequence[Picture]) -> No
         step = len(rows) if whole else size
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
+            signals.check()
             try:
                 _score(reward, name, part)
             except ConfigError:

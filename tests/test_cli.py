@@ -36,9 +36,10 @@ def process_settings():
     root, environment, filters = logging.getLogger(), dict(os.environ), list(warnings.filters)
     handlers = list(root.handlers)
     levels = {name: logging.getLogger(name).level for name in ("", "flowgrpo_ray", "actors")}
-    terminate = signal.getsignal(signal.SIGTERM)
+    on_signal = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, terminate)
+    for number, handler in on_signal.items():
+        signal.signal(number, handler)
     root.handlers[:] = handlers
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)

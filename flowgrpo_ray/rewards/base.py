@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
+from flowgrpo_ray.signals import by_signal
 
 LARGEST = 1e12  # of a score's absolute value: squares and sums of scores stay far from overflow
 
@@ -74,6 +75,8 @@ def no_exit(name: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
+        if by_signal(error):
+            raise
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
 
 

@@ -109,6 +109,9 @@ class TransformersDetector:
             inputs = {key: inputs[key].to(self._device) for key in ("pixel_values", "pixel_mask") if key in inputs}
             with torch.inference_mode():
                 outputs = self._model(**inputs)
+                for key in ("logits", "pred_boxes", "class_queries_logits", "masks_queries_logits"):
+                    if not torch.isfinite(outputs.get(key, torch.zeros(()))).all():
+                        raise RewardError(f"reward geneval: the detector's {key} are not finite, so it has seen nothing")
                 found += self._from_masks(outputs, batch) if self._masks else self._from_boxes(outputs, batch)
         return found
 
@@ -165,6 +168,8 @@ class ColourClassifier:
         if not crops:
             return []
         likeness = self._clip.images(crops) @ self._of_class(name).T
+        if not np.isfinite(likeness).all():
+            raise RewardError(f"reward geneval: the embedding of a {name} is not finite, so its colour is not known")
         return [COLOURS[i] for i in likeness.argmax(axis=1)]
 
     def _of_class(self, name: str) -> np.ndarray:

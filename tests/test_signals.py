@@ -1,0 +1,48 @@
+"""Signals that end a command end it, whatever the main thread is at. In processes of their own: the handlers are for good."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PREPARE = "import os, signal, sys\nfrom flowgrpo_ray import signals\nsignals.install()\nme = os.getpid()\n"
+IN_A_DESTRUCTOR = PREPARE + """
+class Swallows:
+    def __del__(self):
+        os.kill(me, signal.{name})
+        for _ in range(1000):
+            pass
+
+signals.check()
+Swallows()
+print("still here", flush=True)
+signals.check()
+print("too far")
+"""
+IN_A_REWARD = PREPARE + """
+from flowgrpo_ray.rewards.base import no_exit
+with no_exit("mine"):
+    os.kill(me, signal.SIGTERM)
+    for _ in range(1000):
+        pass
+print("too far")
+"""
+
+
+def outcome(code: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
+def test_a_signal_that_a_destructor_swallows_is_raised_again(name, code):
+    returned, out, err = outcome(IN_A_DESTRUCTOR.format(name=name))
+    assert "Exception ignored in" in err, "it was swallowed once"
+    assert (returned, out) == (code, "still here\n")
+
+
+def test_a_signal_in_the_code_of_a_reward_is_no_failure_of_the_reward():
+    assert outcome(IN_A_REWARD) == (143, "", "")
