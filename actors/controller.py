@@ -162,6 +162,7 @@ class Controller:
         started = time.perf_counter()
         self._reset_clocks()
         board, updates = StepBoard(self.config, plan, self.learners.world_size), []
+        self.scoring.expect(sum(len(shard.samples) for group in plan.groups for shard in group.shards))
         self.learners.cast("begin_step", plan)
         self._encode_negatives(plan)
         for group in plan.groups:
@@ -321,6 +322,7 @@ class Controller:
 
     def _evaluate(self, weights: str, step: int) -> Row:
         run = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling, self.scoring)
+        self.scoring.expect(sum(len(shard.items) for shard in run.shards))
         self._drive(f"evaluation of {weights} at step {step}", lambda: run.finished)
         self.scoring.check_budget()
         prompts = [self.inputs.eval[p].prompt for s in run.shards for p, _ in s.items[: len(s.items) - s.padding]]

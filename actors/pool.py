@@ -32,7 +32,7 @@ class Task:
     `on_done(value, rest)` gets the first return's value and the refs of the others; `on_failed(error)` an exception of
     the call, a `TimeoutError`, or `ActorKilledError` after the task has killed two actors.
 
-    Where `fill` is not 0, tasks that wait behind it in the queue are joined to it by `join` up to that `size`.
+    Where `fill` is not 0, tasks of its `kind` that wait behind it in the queue are joined to it by `join` up to that `size`.
     """
 
     what: str  # for people: logs and errors
@@ -45,6 +45,7 @@ class Task:
     num_returns: int = 1
     size: int = 0
     fill: int = 0
+    kind: Any = None
     payload: Any = None
     join: Callable[[list[Task]], Task] | None = None
     kills: int = 0
@@ -174,8 +175,8 @@ class ActorPool:
     def _next(self) -> Task:
         """The first task of the queue, filled up with those behind it where it allows that."""
         tasks = [self._queue.pop(0)]
-        while tasks[0].fill and self._queue and self._queue[0].fill and sum(
-                task.size for task in [*tasks, self._queue[0]]) <= tasks[0].fill:
+        while (tasks[0].fill and self._queue and self._queue[0].fill and self._queue[0].kind == tasks[0].kind
+               and sum(task.size for task in [*tasks, self._queue[0]]) <= tasks[0].fill):
             tasks.append(self._queue.pop(0))
         return tasks[0] if len(tasks) == 1 else tasks[0].join(tasks)
 

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 
+from flowgrpo_ray.errors import described
 from flowgrpo_ray.rewards import RewardError, get, reward_class, validated
 from flowgrpo_ray.rewards.base import no_exit, renamed
 
@@ -59,10 +60,12 @@ class RewardActor:
         try:
             with no_exit(self._name):
                 result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
+        except KeyboardInterrupt:  # Ray would take it for a call that was cancelled
+            raise RewardError("KeyboardInterrupt") from None
         except Exception as error:
             if _travels(error):
                 raise
-            raise RewardError(f"{type(error).__name__}: {error}") from None
+            raise RewardError(described(error)) from None
         scores = validated(result, len(prompts), self._kind)
         return {"scores": renamed(scores, self._kind, self._name),
                 "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}

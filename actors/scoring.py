@@ -38,6 +38,7 @@ class _Shard:
     images: ray.ObjectRef
     prompts: list[str]
     metadata: list[dict[str, Any]]
+    size_wanted: tuple[int | None, int | None]  # height and width by the prompts; images of a call are of one size
     on_scores: Callable[[ShardScores], None]
     result: ShardScores
     missing: dict[str, int] = field(default_factory=dict)  # reward -> images without an answer yet
@@ -83,6 +84,7 @@ class Scoring:
         self.images: Counter[str] = Counter()  # images scored, by reward
         self._asked: Counter[str] = Counter()  # images and failures by reward since the last `check_budget`
         self._failures: Counter[str] = Counter()
+        self._expected: float = float("inf")  # images that each reward will be asked for until `check_budget`
         classes = {name: known_class(name, config.rewards[name]) for name in pools}
         self._of_groups = {name for name, cls in classes.items() if cls is not None and cls.scope == "group"}
         self._owners: dict[str, str] = {name: name for name in config.rewards}  # which reward gives the score of a name
@@ -113,8 +115,9 @@ class Scoring:
             group: (id, number of shards) of its group, for rewards that score whole groups.
         """
         m = len(records)
-        shard = _Shard(what, order, images, [r.prompt for r in records], [r.reward_metadata for r in records], on_scores,
-                       ShardScores({}, np.ones(m, dtype=bool)), dict.fromkeys(rewards, m))
+        shard = _Shard(what, order, images, [r.prompt for r in records], [r.reward_metadata for r in records],
+                       (records[0].height, records[0].width), on_scores, ShardScores({}, np.ones(m, dtype=bool)),
+                       dict.fromkeys(rewards, m))
         if not rewards:
             on_scores(shard.result)
         for reward in rewards:
@@ -128,15 +131,23 @@ class Scoring:
                 del self._groups[reward, order[:-1]]
                 self._send(_Batch(reward, sorted(waiting, key=lambda s: s.order), group=group[0]))
 
+    def expect(self, images: int) -> None:
+        """So many images come until the next `check_budget`: a budget that they cannot keep any more stops the run at once."""
+        self._expected = images
+
     def check_budget(self) -> None:
         """Raises FlowGrpoError where a reward failed on too many of the images since the last call."""
         for reward, images in self._asked.items():
-            allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
-            if failed > allowed * images:
-                raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images} images, more than "
-                                    f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
+            self._check_budget(reward, images)
         self._asked.clear()
         self._failures.clear()
+        self._expected = float("inf")
+
+    def _check_budget(self, reward: str, images: float) -> None:
+        allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
+        if failed > allowed * images:
+            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images:g} images, more than "
+                                f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
 
     def _send(self, batch: _Batch) -> None:
         whole = batch.only is None and batch.retries == 0
@@ -154,7 +165,7 @@ class Scoring:
             what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, batch.only, *(s.images for s in shards)),
             order=shards[0].order, timeout_s=self._config.rewards[batch.reward].timeout_s,
             on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
-            size=batch.size, fill=fill, payload=batch, join=self._join,
+            size=batch.size, fill=fill, kind=shards[0].size_wanted, payload=batch, join=self._join,
         )
 
     def _answered(self, batch: _Batch, answer: dict[str, Any]) -> None:
@@ -178,8 +189,10 @@ class Scoring:
             self.counts[f"retries/{reward}"] += 1
             alone = batch.group is None and batch.only is None
             log.warning("%s; %s", text, "scoring its images one by one" if alone else "scoring it again")
-            for only in range(batch.size) if alone else [batch.only]:
-                self._send(_Batch(reward, batch.shards, batch.group, only, batch.retries + 1))
+            again = ([_Batch(reward, [shard], None, row, batch.retries + 1) for shard, row in batch.rows()] if alone
+                     else [_Batch(reward, batch.shards, batch.group, batch.only, batch.retries + 1)])
+            for each in again:
+                self._send(each)
             return
         rows = list(batch.rows())
         self.counts[f"failures/{reward}"] += len(rows)
@@ -188,6 +201,7 @@ class Scoring:
         if settings.on_failure == "fail":
             raise FlowGrpoError(f"{text} (rewards.{reward}.on_failure is fail)")
         log.warning("%s; %s", text, "its group is dropped" if settings.on_failure == "drop_group" else "it is masked")
+        self._check_budget(reward, self._expected)
         for shard, row in rows:
             shard.result.scores.setdefault(reward, np.full(shard.size, np.nan))
             if settings.weight != 0:

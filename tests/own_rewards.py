@@ -41,6 +41,16 @@ def fillable(images, prompts, metadata):
 fillable.batch_invariant = True
 
 
+def fillable_faulty(images, prompts, metadata):
+    """The same, but for the marked image."""
+    if (images[:, 0, 0] == VICTIM).all(axis=1).any():
+        raise ValueError("this image is beyond me")
+    return fillable(images, prompts, metadata)
+
+
+fillable_faulty.batch_invariant = True
+
+
 def depends_on_batch(images, prompts, metadata):
     """Says that it does not."""
     return brightness(images, prompts, metadata) + len(images)

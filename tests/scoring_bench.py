@@ -44,10 +44,10 @@ class Bench:
         for pool in self.pools.values():
             pool.shutdown()
 
-    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1):
+    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1, height=None):
         order = (step, group, shard)
         self.scoring.submit(
-            f"group {group} shard {shard}", order, ray.put(images), [PromptRecord(prompt)] * len(images),
+            f"group {group} shard {shard}", order, ray.put(images), [PromptRecord(prompt, height=height)] * len(images),
             lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step), group=(group, shards))
 
     def drive(self, done):

@@ -65,6 +65,22 @@ def test_batch_invariant_rewards_are_filled_up_and_score_the_same(ray_cluster):
     assert sizes.max() == 15 and sizes.min() >= 3, "up to 16 images, in whole shards of 3"
 
 
+def test_images_of_other_sizes_fill_other_calls(ray_cluster):
+    """And where a filled call fails, only the image at fault has no score."""
+    images = [pictures(3, seed, victim=1 if seed == 7 else None) for seed in range(12)]
+    images = [np.repeat(batch, 1 + number // 2 % 2, axis=1) for number, batch in enumerate(images)]
+    with Bench(config_of({"fillable": own("fillable_faulty")})) as bench:
+        for number, batch in enumerate(images):
+            bench.submit(batch, group=number, height=batch.shape[1])
+        results = bench.finish(12)
+    for number, (batch, result) in enumerate(zip(images, results, strict=True)):
+        expected = own_rewards.brightness(batch, None, None)
+        assert np.flatnonzero(~result.valid).tolist() == ([1] if number == 7 else [])
+        assert result.scores["fillable"][result.valid].tolist() == expected[result.valid].tolist()
+    assert np.concatenate([r.scores["fillable_batch"][r.valid] for r in results]).max() > 3, "calls were filled"
+    assert bench.scoring.counts["retries/fillable"] == 1, "and no call held images of two sizes"
+
+
 def test_a_slow_replica_holds_up_only_the_call_that_it_is_at(ray_cluster, tmp_path):
     with Bench(config_of({"slow_on_one_actor": own("slow_on_one_actor", options={"folder": str(tmp_path)})}), 2) as bench:
         for number in range(8):
@@ -145,6 +161,16 @@ def test_too_many_failures_stop_the_run(ray_cluster):
         bench.submit(pictures(4, victim=1))
         with pytest.raises(FlowGrpoError, match=r"no score for 1 of 4 images, more than rewards.faulty.max_failure_rate = 0.2"):
             bench.finish(1)
+
+
+def test_a_budget_that_cannot_be_kept_stops_the_run_at_once(ray_cluster):
+    with Bench(config_of({"faulty": own("faulty", retries=0, max_failure_rate=0.5)})) as bench:
+        bench.scoring.expect(16)
+        for number in range(4):
+            bench.submit(pictures(4, number, victim=1 if number else None), group=number)
+        with pytest.raises(FlowGrpoError, match=r"no score for 12 of 16 images, more than rewards\.faulty\.max"):
+            bench.drive(lambda: len(bench.results) == 4)
+        assert len(bench.results) < 4
 
 
 def test_a_failing_monitor_masks_nothing(ray_cluster):
