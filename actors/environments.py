@@ -107,13 +107,26 @@ def examine(path: str) -> dict[str, str | None]:
         return out | {"error": "is not executable"}
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     try:
-        done = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, timeout=60, env=environ)
-        return out | json.loads(done.stdout.splitlines()[-1])
+        done = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, errors="replace", timeout=60, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         return out | {"error": f"cannot be run: {error}"}
-    except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return out | {"error": f"does not run as a Python does: {last}"}
+    printed = (done.stdout.splitlines() or [""])[-1]
+    found = _versions(printed)
+    if found is None:
+        said = f"it printed {printed[:200]!r}" if printed else f"exit code {done.returncode}"
+        return out | {"error": f"does not run as a Python does: {(done.stderr.strip().splitlines() or [said])[-1]}"}
+    return out | found
+
+
+def _versions(printed: str) -> dict[str, str | None] | None:
+    """What `_ASK` printed; None where a line is none of its."""
+    try:
+        found = json.loads(printed)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or set(found) != {"python", "ray", "numpy"} or not isinstance(found["python"], str):
+        return None
+    return found if all(value is None or isinstance(value, str) for value in found.values()) else None
 
 
 def _problem(found: dict[str, str | None], path: str) -> str | None:

@@ -161,10 +161,12 @@ class ActorPool:
         """Give queued tasks, in plan order, to the least loaded ready actors.
 
         The last ones, one for each actor, wait here for an actor with nothing to do: none of them shall wait behind a call
-        of one actor while another is idle."""
+        of one actor while another is idle. And a task that may have killed an actor has its second one for itself: the answer
+        of a call that came before a death can be lost with it, and must not be held against that call twice."""
         while self._queue:
-            depth = self.depth if len(self._queue) >= len(self.members) else 1
-            free = [m for m in self.members if m.ready and len(m.running) < depth]
+            alone = self._queue[0].kills > 0 or len(self._queue) < len(self.members)
+            free = [m for m in self.members if m.ready and len(m.running) < (1 if alone else self.depth)
+                    and not any(running.task.kills for running in m.running.values())]
             if not free:
                 return
             member = min(free, key=lambda m: (len(m.running), m.index))

@@ -66,7 +66,7 @@ class RewardActor:
             if _travels(error):
                 raise
             raise RewardError(described(error)) from None
-        scores = validated(result, len(prompts), self._kind)
+        scores = validated(result, len(prompts), self._kind, range=self._reward.range)
         return {"scores": renamed(scores, self._kind, self._name),
                 "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
 

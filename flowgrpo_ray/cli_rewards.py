@@ -66,20 +66,34 @@ def score(
     Images pair with prompts by names such as 03_01.png (prompt 3, image 1, as `flowgrpo-ray sample` writes them), else in the
     order of their names; one prompt goes with every image. With several rewards an option is written reward.key=value.
     """
-    from flowgrpo_ray.rewards import get
-    from flowgrpo_ray.score import check_table, find_pictures, score_pictures, write_table
+    from flowgrpo_ray.rewards import get, reward_class
+    from flowgrpo_ray.score import (
+        batches_of,
+        check_table,
+        find_pictures,
+        make_room,
+        other_pictures,
+        score_pictures,
+        write_table,
+    )
 
     if out is not None:
         check_table(out)
     given = options_by_reward(reward, options)
     pictures = find_pictures(images, given_prompts(prompt, prompts, "which prompts belong to the images?"))
+    if unread := other_pictures(images):
+        typer.echo(f"not read: {', '.join(unread)}; convert them to .png first", err=True)
     _check_prompts(given, [p.record for p in pictures])
+    batches = {name: batches_of(reward_class(name), settings, pictures) for name, settings in given.items()}
+    if out is not None:
+        make_room(out)
     columns: dict[str, None] = {}
     for name, settings in given.items():
         scorer = get(name, **settings)
         if self_test:
             scorer.self_test()
-        score_pictures(scorer, short_name(name), pictures)
+        score_pictures(scorer, short_name(name), batches[name],
+                       {*columns, *map(short_name, given)} - {short_name(name)})
         # The reward's own column is there even where it failed on every picture.
         columns |= dict.fromkeys([short_name(name), *(key for picture in pictures for key in picture.scores)])
     keys = list(columns)
@@ -131,19 +145,23 @@ def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str
     from flowgrpo_ray.errors import nearest
     from flowgrpo_ray.rewards import option_problems
 
+    if again := [name for name in rewards if rewards.count(name) > 1]:
+        raise ConfigError(f"--reward {again[0]} is there twice; once is enough")
     given: dict[str, dict[str, Any]] = {name: {} for name in rewards}
     names = [short_name(name) for name in given]
     if twice := [name for name in given if names.count(short_name(name)) > 1]:
         raise ConfigError(f"--reward {' and '.join(twice)} would both be named {short_name(twice[0])}; score them one by one")
     for text in options or []:
         key, value = split_override(text)
-        name, dot, rest = key.partition(".")
-        if not dot and len(given) == 1:
-            name, rest = rewards[0], key
-        elif name not in given:
+        # A name may have dots itself (`package.module:function`), and may be the beginning of another.
+        name = max((name for name in given if key.startswith(f"{name}.")), key=len, default=None)
+        if name is not None:
+            given[name][key.removeprefix(f"{name}.")] = value
+        elif "." not in key and len(given) == 1:
+            given[rewards[0]][key] = value
+        else:
             raise ConfigError(f"--option {text}: with several rewards it is of the form reward.key=value"
-                              f"{nearest(name, given)}")
-        given[name][rest] = value
+                              f"{nearest(key.rpartition('.')[0] or key, given)}")
     problems = [problem for name, settings in given.items() for problem in option_problems(name, settings)]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -47,9 +47,17 @@ def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:
     return f"; the choices{' in ' + prefix if prefix else ''} are {shown}"
 
 
+def message_of(error: BaseException) -> str:
+    """An error's message, whatever its own code makes of it; without halves of surrogate pairs, which no file holds."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as unreadable:
+        return f"its message cannot be read ({type(unreadable).__name__})"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (message_of(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def described(error: BaseException) -> str:

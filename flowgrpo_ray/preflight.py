@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.errors import ConfigError, described, nearest
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
-from flowgrpo_ray.rewards import Reward, option_problems, reward_class
-from flowgrpo_ray.rewards.base import no_exit, settings_of
+from flowgrpo_ray.rewards import Reward, known_rewards, option_problems, reward_class
+from flowgrpo_ray.rewards.base import RewardError, no_exit, settings_of
 from flowgrpo_ray.sections import RewardConfig
 
 SHOWN = 5  # bad prompts that an error lists
+LARGEST_WEIGHT = 1e6  # a larger one leaves nothing of the other scores in a float32 sum
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ def check(config: Config) -> Inputs:
     """
     if not config.rewards:
         raise ConfigError("rewards is empty: name at least one, for example `rewards: {ocr: {weight: 1.0}}`")
+    if problems := [f"rewards.{name}.weight is {reward.weight:g}; the largest right magnitude is {LARGEST_WEIGHT:g}"
+                    for name, reward in config.rewards.items() if not abs(reward.weight) <= LARGEST_WEIGHT]:
+        raise ConfigError("\n".join(problems))
     problems = [f"rewards.{name}.options: {text}" for name, reward in config.rewards.items()
                 if known_class(name, reward) for text in option_problems(reward.spec(name), reward.options)]
     if problems:
@@ -69,6 +74,9 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
     cls, problems = known_class(name, reward), []
     if cls is None:
         return problems
+    if cls.video:
+        problems.append(f"rewards.{name}: reward {cls.name} scores videos; training samples images"
+                        + nearest(cls.name.removeprefix("video_"), [r for r in known_rewards() if r != cls.name]))
     settings, size = settings_of(cls, reward.options), config.sampling.group_size
     if (wait := cls.longest_wait(settings)) >= reward.timeout_s:
         problems.append(f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take "
@@ -95,14 +103,24 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
         cls = known_class(name, reward)
         if cls is None:
             continue
-        with no_exit(name):
-            bad = [(record, why) for record in records
-                   if (why := cls.check_prompt(record.prompt, record.reward_metadata, **reward.options))]
+        bad = [(record, why) for record in records if (why := _why_not(name, cls, record, reward.options))]
         if bad:
             lines = [f"  line {record.line}: {record.prompt!r}: {why}" for record, why in bad[:SHOWN]]
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             raise ConfigError(f"{key}: {len(bad)} of {len(records)} prompts in {uri} cannot be scored by reward {name}:\n"
                               + "\n".join(lines) + rest)
+
+
+def _why_not(name: str, cls: type[Reward], record: PromptRecord, options: dict[str, Any]) -> str | None:
+    """Why a reward cannot score a prompt, or None."""
+    try:
+        with no_exit(name):
+            return cls.check_prompt(record.prompt, record.reward_metadata, **options)
+    except RewardError:
+        raise
+    except Exception as error:  # whatever code of one's own does
+        raise ConfigError(f"reward {name}: check_prompt fails on line {record.line}: {record.prompt!r}: {described(error)}"
+                          ) from error
 
 
 def _size_rule(source: ModelSource, config: Config) -> tuple[int, int | None]:

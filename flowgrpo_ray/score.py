@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flowgrpo_ray import signals
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, message_of, nearest
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
-from flowgrpo_ray.rewards.base import no_exit, renamed, validated
+from flowgrpo_ray.rewards.base import no_exit, renamed, settings_of, validated
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+OTHER_ENDINGS = (".gif", ".tif", ".tiff")  # pictures that are not read: of several frames, or of more than 8 bits
+TABLE_COLUMNS = ("path", "prompt", "error")  # those that are no scores
 TABLE_ENDINGS = (".parquet", ".csv", ".jsonl")
 _NUMBERED = re.compile(r"(\d+)_(\d+)")  # <prompt>_<image>, as `flowgrpo-ray sample` writes them
 
@@ -30,6 +34,11 @@ class Picture:
     record: PromptRecord
     scores: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+
+    @cached_property
+    def image(self) -> np.ndarray:
+        """uint8 [H, W, 3], RGB; read once. Raises ConfigError where the file is no image."""
+        return read_image(self.path)
 
 
 def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[Picture]:
@@ -45,7 +54,9 @@ def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[P
         raise ConfigError(f"no folder at {folder}{nearest(str(folder), siblings)}")
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
-        raise ConfigError(f"{folder} holds no images ({', '.join(IMAGE_ENDINGS)})")
+        others = other_pictures(folder)
+        raise ConfigError(f"{folder} holds no images ({', '.join(IMAGE_ENDINGS)})"
+                          + (f"; not read: {', '.join(others)}" if others else ""))
     numbered = [(int(match[1]), path) for path in files if (match := _NUMBERED.fullmatch(path.stem))]
     if len(numbered) == len(files) - sum(path.stem == "grid" for path in files) and numbered:
         beyond = [path.name for number, path in numbered if number >= len(records)]
@@ -59,6 +70,11 @@ def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[P
         raise ConfigError(f"{folder} holds {len(files)} images, and there are {len(records)} prompts; give a prompt per image "
                           "in the order of the file names, a single prompt, or names such as 03_01.png (prompt 3, image 1)")
     return [Picture(path, number, record) for number, (path, record) in enumerate(zip(files, records, strict=True))]
+
+
+def other_pictures(folder: str | Path) -> list[str]:
+    """Names of the pictures in a folder that are of a kind that is not read."""
+    return sorted(path.name for path in Path(folder).expanduser().iterdir() if path.suffix.lower() in OTHER_ENDINGS)
 
 
 def read_image(path: Path) -> np.ndarray:
@@ -76,56 +92,83 @@ def read_image(path: Path) -> np.ndarray:
         raise ConfigError(f"{path} cannot be read as an image: {error}") from error
 
 
-def score_pictures(reward: Reward, name: str, pictures: Sequence[Picture]) -> None:
-    """Score pictures in place; the keys of their scores carry `name`.
+def batches_of(cls: type[Reward], options: Mapping[str, Any], pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """The pictures of each call of a reward; reads them all, and loads no model.
 
-    Pictures of equal size are scored `reward.batch_size` at a time (those of one prompt together, where the reward scores
-    whole groups). A batch that fails is scored again one by one; a picture that fails then has no score, and its `error` says
-    why, after what it says of other rewards.
+    Pictures of equal size go together, as many as the reward's option `batch_size` says, else its attribute; where the reward
+    scores whole groups, those of one prompt.
+
+    Raises:
+        ConfigError: a picture cannot be read, or the pictures of a group differ in size.
     """
-    size = int(reward.settings.get("batch_size") or reward.batch_size)
-    whole = reward.scope == "group"
-    batches: dict[Any, list[tuple[Picture, np.ndarray]]] = {}
+    whole = cls.scope == "group"
+    alike: dict[Any, list[Picture]] = {}
     for picture in pictures:
-        image = read_image(picture.path)
-        batches.setdefault((picture.number if whole else None, image.shape), []).append((picture, image))
-    for rows in batches.values():
-        step = len(rows) if whole else size
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            signals.check()
-            try:
-                _score(reward, name, part)
-            except ConfigError:
-                raise
-            except Exception as error:
-                if whole or len(part) == 1:
-                    _fail(name, part, error)
-                    continue
-                for row in part:
-                    try:
-                        _score(reward, name, [row])
-                    except Exception as error:
-                        _fail(name, [row], error)
+        alike.setdefault(picture.number if whole else picture.image.shape, []).append(picture)
+    if whole:
+        for first, *rest in alike.values():
+            if other := next((picture for picture in rest if picture.image.shape != first.image.shape), None):
+                raise ConfigError(f"reward {cls.name} scores a group in one call, and the pictures of prompt "
+                                  f"{first.record.prompt!r} differ in size: {_sized(first)} and {_sized(other)}")
+        return list(alike.values())
+    size = settings_of(cls, options).get("batch_size")
+    if size is None:
+        size = cls.batch_size
+    return [part[start : start + size] for part in alike.values() for start in range(0, len(part), size)]
 
 
-def _score(reward: Reward, name: str, rows: Sequence[tuple[Picture, np.ndarray]]) -> None:
-    with no_exit(name):
-        result = reward.score(np.stack([image for _, image in rows]), [p.record.prompt for p, _ in rows],
-                              [p.record.reward_metadata for p, _ in rows],
-                              group_ids=[p.number for p, _ in rows] if reward.scope == "group" else None)
-    for key, values in renamed(validated(result, len(rows), reward.name), reward.name, name).items():
-        for (picture, _), value in zip(rows, values, strict=True):
-            if key in picture.scores:
-                raise ConfigError(f"reward {name} gives a score named {key!r}, which another reward has given; score with one "
-                                  "of them at a time")
+def _sized(picture: Picture) -> str:
+    height, width, _ = picture.image.shape
+    return f"{picture.path.name} is {width} x {height}"
+
+
+def score_pictures(reward: Reward, name: str, batches: Sequence[Sequence[Picture]], others: Collection[str] = ()) -> None:
+    """Score pictures in place, a call for each of the batches; the keys of their scores carry `name`.
+
+    A batch that fails is scored again one by one (a group is not); a picture that fails then has no score, and its `error`
+    says why, after what it says of other rewards.
+
+    Raises:
+        ConfigError: a score is named as a column of the table, or is one of `others`, the names of other rewards' scores.
+    """
+    for batch in batches:
+        last = len(batch) == 1 or reward.scope == "group"
+        if not _scored(reward, name, batch, others, keep=last) and not last:
+            for picture in batch:
+                _scored(reward, name, [picture], others, keep=True)
+
+
+def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collection[str], *, keep: bool) -> bool:
+    """Whether the pictures could be scored; where not, why is kept as their error if `keep` says so."""
+    signals.check()
+    try:
+        with no_exit(name):
+            result = reward.score(np.stack([p.image for p in rows]), [p.record.prompt for p in rows],
+                                  [p.record.reward_metadata for p in rows],
+                                  group_ids=[p.number for p in rows] if reward.scope == "group" else None)
+        given = validated(result, len(rows), reward.name, range=reward.range)
+    except ConfigError:
+        raise
+    except Exception as error:
+        for picture in rows if keep else ():
+            picture.error = "; ".join([*filter(None, [picture.error]), f"{name}: {type(error).__name__}: {message_of(error)}"])
+        return False
+    scores = renamed(given, reward.name, name)
+    if len(scores) < len(given):
+        again = [key for one in given for key in renamed({one: given[one]}, reward.name, name)]
+        twice = next(key for key in again if again.count(key) > 1)
+        raise ConfigError(f"reward {name} gives two scores that would both be named {twice!r} (it gives {', '.join(given)}); "
+                          "give one of them another name")
+    for key, values in scores.items():
+        if key in TABLE_COLUMNS:
+            raise ConfigError(f"reward {name} gives a score named {key!r}, which is a column of the table; give it another "
+                              "name")
+        if key in others:
+            raise ConfigError(f"reward {name} gives a score named {key!r}, which another reward has given; score with one of "
+                              "them at a time")
+        for picture, value in zip(rows, values, strict=True):
             picture.scores[key] = float(value)
-
-
-def _fail(name: str, rows: Sequence[tuple[Picture, np.ndarray]], error: Exception) -> None:
-    for picture, _ in rows:
-        before = f"{picture.error}; " if picture.error else ""
-        picture.error = f"{before}{name}: {type(error).__name__}: {error}"
+    return True
 
 
 def write_table(path: str | Path, pictures: Sequence[Picture], keys: Sequence[str]) -> None:
@@ -160,3 +203,21 @@ def check_table(path: str | Path) -> Path:
         raise ConfigError(f"{path}: the ending says the format, one of {', '.join(TABLE_ENDINGS)}"
                           f"{nearest(path.suffix, TABLE_ENDINGS)}")
     return path
+
+
+def make_room(path: str | Path) -> None:
+    """Make the folder of a table, and see that the table can be written; a file that is there stays as it is.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = os.path.lexists(path)
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -10,6 +10,8 @@ import zlib
 
 import numpy as np
 
+from flowgrpo_ray.rewards import Reward
+
 VICTIM = (201, 7, 99)  # the first pixel of the image that goes wrong
 
 
@@ -142,3 +144,27 @@ def faulty_group(images, prompts, metadata, group_ids, *, fault="raise"):
 
 
 faulty_group.scope = "group"
+
+
+class Misspelt(Reward):
+    """Means whole groups."""
+
+    name = "misspelt"
+    range = (0.0, 1.0)
+    scope = "groups"
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        """Brightness."""
+        return {self.name: brightness(images, prompts, metadata)}
+
+
+class Unsure(Misspelt):
+    """Takes for granted that a record names a colour."""
+
+    name = "unsure"
+    scope = "sample"
+
+    @classmethod
+    def check_prompt(cls, prompt, metadata, **options):
+        """See `Reward.check_prompt`."""
+        return None if metadata["colour"] else "no colour"

@@ -23,7 +23,7 @@ class Bench:
     config: Config
     replicas: int = 1
     start_timeout_s: float = 60
-    max_deaths: int = 4
+    max_deaths: int = 8
     results: dict[tuple, ShardScores] = field(default_factory=dict)
 
     def __enter__(self) -> Bench:

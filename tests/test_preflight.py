@@ -61,6 +61,12 @@ URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/
       "is 2 (sampling.group_size is 4)"]),
     ({"python": "own_rewards:brightness", "options": {"scale": float("nan")}},
      ["rewards.far.options: reward brightness: option scale is nan, not a finite number"]),
+    ({"type": "video_ocr"}, ["rewards.far: reward video_ocr scores videos; training samples images; did you mean ocr?"]),
+    ({"python": "own_rewards:brightness", "weight": 1e300},
+     ["rewards.far.weight is 1e+300; the largest right magnitude is 1e+06"]),
+    ({"python": "own_rewards:brightness", "weight": -2e6}, ["rewards.far.weight is -2e+06"]),
+    ({"python": "own_rewards:Misspelt"}, ["rewards.far: reward 'misspelt': Misspelt: scope is 'groups'; did you mean group"]),
+    ({"python": "own_rewards:Unsure"}, ["reward far: check_prompt fails on line 1: ", "': KeyError: 'colour'"]),
 ])
 def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
     with pytest.raises(ConfigError) as error:
@@ -70,7 +76,7 @@ def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
 
 @pytest.mark.parametrize("reward", [
     {"type": "remote", "options": URL}, {"type": "vlm_judge", "options": ENDPOINT},
-    {"type": "remote", "timeout_s": 64.0, "options": URL},
+    {"type": "remote", "timeout_s": 64.0, "options": URL}, {"python": "own_rewards:brightness", "weight": -1e6},
     {"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 2}}, {"type": "vlm_preference", "options": ENDPOINT},
 ])
 def test_defaults_and_the_nearest_right_values_fit(tmp_path, reward):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -102,8 +104,6 @@ def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
 def test_wrong_input_is_named(tmp_path, arguments, message):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png", "c.png"])
     result = cli(*(argument.format(folder=folder) for argument in arguments), code=2)
-    import re
-
     assert re.search(message, result.stderr.replace("\n", " ")), result.stderr
 
 
@@ -127,3 +127,126 @@ def test_scores_of_one_name_are_refused(tmp_path):
     assert f"gives a score named '{JPEG}', which another reward has given" in result.stderr
     result = cli(folder, "--reward", "own_rewards:length", "--reward", "scoring_bench:length", "--prompt", "x", code=2)
     assert "would both be named length" in result.stderr
+
+
+OWN = """
+import numpy as np
+from flowgrpo_ray.rewards import Reward
+
+def error(images, prompts, metadata): return [1.0] * len(images)
+def tells(images, prompts, metadata, *, key="path"): return {"tells": [1.0] * len(images), key: [2.0] * len(images)}
+def bs(images, prompts, metadata, *, batch_size=None):
+    return {"bs": [1.0] * len(images), "together": [float(len(images))] * len(images)}
+def fails(images, prompts, metadata): raise IndexError("lost")
+def monitor(images, prompts, metadata): return {"monitor": [1.0] * len(images), "fails": [2.0] * len(images)}
+class Mute(Exception):
+    def __str__(self): raise KeyError("no words")
+def mute(images, prompts, metadata): raise Mute
+def leaks(images, prompts, metadata): raise ValueError("odd \\udcff byte")
+class never(Reward):
+    name, range, description = "never", (0, 9), "never"
+    def __init__(self, **options):
+        super().__init__(**options)
+        raise SystemError("loaded")
+    def score(self, *rest, **more): raise SystemError("scored")
+class Two(Reward):
+    name, range, description = "two", (0, 9), "two"
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {key: np.ones(len(images), np.float32) for key in ("two", "two_same", "same")}
+class Zero(Reward):
+    name, range, description, batch_size = "zero", (0, 9), "zero", 0
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {"zero": np.ones(len(images), np.float32)}
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A package of one's own, with a module in a dotted place."""
+    import sys
+
+    (tmp_path / "lib" / "pk_score" / "sub").mkdir(parents=True)
+    (tmp_path / "lib" / "pk_score" / "sub" / "m.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    yield "pk_score.sub.m"
+    for name in [name for name in sys.modules if name.startswith("pk_score")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("names", "options", "message"), [
+    (["error"], [], "gives a score named 'error', which is a column of the table; .*another name"),
+    (["tells"], [], "gives a score named 'path', which is a column of the table; .*another name"),
+    (["tells"], ["key=prompt"], "gives a score named 'prompt', which is a column"),
+    (["fails", "monitor"], [], "gives a score named 'fails', which another reward has given"),
+    (["monitor", "fails"], [], "gives a score named 'fails', which another reward has given"),
+    (["Two"], [], "gives two scores that would both be named 'Two_same'"),
+    (["bs", "bs"], [], "--reward pk_score.sub.m:bs is there twice"),
+    (["fails", "bs"], ["pk_score.sub.n:bs.batch_size=2"], "of the form reward.key=value"),
+    *[(["never", "bs"], [f"pk_score.sub.m:bs.batch_size={value}"],
+       f"reward bs: option batch_size is {shown}, not a whole number of images")
+      for value, shown in [("-3", "-3"), ("0", "0"), ("0.5", "0.5"), ("all", "'all'"), ("true", "True")]],
+    (["Zero"], [], "batch_size is 0, not a whole number of images"),
+])
+def test_a_reward_that_cannot_be_scored_well_is_refused(tmp_path, own, names, options, message):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
+    arguments = [part for name in names for part in ("--reward", f"{own}:{name}")]
+    arguments += [part for option in options for part in ("--option", option)]
+    result = cli(folder, *arguments, "--prompt", "x", "--out", tmp_path / "s.csv", code=2)
+    assert re.search(message, result.stderr.replace("\n", " ")), result.stderr
+    assert not (tmp_path / "s.csv").exists()
+
+
+def test_an_option_goes_to_a_reward_of_a_dotted_module(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png", "c.png"])
+    for others in [["--reward", JPEG], []]:
+        cli(folder, *others, "--reward", f"{own}:bs", "--option", f"{own}:bs.batch_size=2", "--prompt", "x",
+            "--out", tmp_path / "s.csv")
+        assert csv.read_csv(tmp_path / "s.csv")["together"].to_pylist() == [2, 2, 1]
+
+
+def test_an_error_without_readable_words_is_the_picture_s_alone(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    cli(folder, *(f"--reward={name}" for name in (f"{own}:mute", f"{own}:leaks", JPEG)), "--prompt", "x",
+        "--out", tmp_path / "s.parquet", code=1)
+    row, = parquet.read_table(tmp_path / "s.parquet").to_pylist()
+    assert row[JPEG] is not None and row["mute"] is None
+    assert row["error"] == "mute: Mute: its message cannot be read (KeyError); leaks: ValueError: odd \\udcff byte"
+
+
+def test_a_group_of_several_sizes_is_refused(tmp_path, prompts, own):
+    folder, images = folder_of(tmp_path / "images", ["0_0.png", "0_1.png", "1_0.png", "1_1.png"])
+    Image.fromarray(images[0]).resize((50, 40)).save(folder / "1_1.png")
+    result = cli(folder, f"--reward={own}:never", "--reward=own_rewards:rank_in_group", "--prompts", prompts, code=2)
+    error = " ".join(result.stderr.split())
+    assert "reward rank_in_group scores a group in one call, and the pictures of prompt" in error and '"DE"' in error
+    assert "1_0.png is 24 x 16 and 1_1.png is 50 x 40" in error
+
+
+@pytest.mark.parametrize("place", ["folder.csv", "file/s.csv", "file/deeper/s.csv", "n" * 300 + ".csv"])
+def test_a_table_that_cannot_be_written_is_found_before_scoring(tmp_path, own, place):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "file").touch()
+    result = cli(folder, "--reward", f"{own}:never", "--prompt", "x", "--out", tmp_path / place, code=2)
+    assert "cannot be written" in result.stderr and not result.stdout, result.output
+
+
+def test_a_table_of_before_stays_until_it_is_replaced(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    (tmp_path / "s.csv").write_text("before")
+    cli(folder, "--reward", f"{own}:tells", "--prompt", "x", "--out", tmp_path / "s.csv", code=2)
+    assert (tmp_path / "s.csv").read_text() == "before"
+
+
+def test_pictures_of_other_kinds_are_named(tmp_path):
+    folder, images = folder_of(tmp_path / "images", ["a.png", "b.gif", "c.TIF", "d.tiff"])
+    assert "not read: b.gif, c.TIF, d.tiff" in cli(folder, "--reward", JPEG, "--prompt", "x").stderr
+    (folder / "a.png").unlink()
+    assert "not read: b.gif" in " ".join(cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr.split())
+
+
+def test_every_picture_is_read_before_a_reward_is_loaded(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    (folder / "b.png").write_bytes(b"no image")
+    result = cli(folder, "--reward", f"{own}:never", "--prompt", "x", code=2)
+    assert "b.png cannot be read as an image" in result.stderr and not result.stdout

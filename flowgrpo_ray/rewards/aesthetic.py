@@ -26,7 +26,7 @@ class Aesthetic(ClipReward):
     """
 
     name: ClassVar[str] = "aesthetic"
-    range: ClassVar[tuple[float, float]] = (0.0, 10.0)
+    range: ClassVar[tuple[float, float]] = (-float("inf"), float("inf"))  # an affine map: nothing keeps it in 1 to 10
     licence: ClassVar[str] = "Apache-2.0 (predictor), MIT (OpenAI CLIP)"
     description: ClassVar[str] = "Mean rating that people would give the image (LAION predictor on CLIP), about 1 to 10"
     options: ClassVar[dict[str, Option]] = model_options(VIT_L, None) | {
@@ -49,7 +49,7 @@ class Aesthetic(ClipReward):
         ramp = np.linspace(0, 255, 64).astype(np.uint8)
         pictures = np.stack([np.broadcast_to(ramp[:, None, None], (64, 64, 3)),
                              np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)])
-        return SelfTest(pictures, ("", ""), ordered=False)
+        return SelfTest(pictures, ("", ""), ordered=False, range=(0.0, 10.0))
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,13 +86,14 @@ class SelfTest:
     """Pictures whose order is known: under the prompts the scores fall from the first to the last.
 
     images: uint8 [n, H, W, 3], RGB; prompts, metadata: n of each. With `ordered` False the scores only have to be there and
-    inside the reward's range.
+    inside `range`, which is the reward's where it is None.
     """
 
     images: np.ndarray
     prompts: tuple[str, ...]
     metadata: tuple[dict[str, Any], ...] = ()
     ordered: bool = True
+    range: tuple[float, float] | None = None
 
 
 def red_above_blue(*, ordered: bool = True) -> SelfTest:
@@ -107,8 +109,10 @@ class Reward(ABC):
 
     Class attributes:
         name: registry name, and the key of the optimised score.
-        range: (lowest, highest) score; infinite where there is no bound.
+        range: (lowest, highest) score; infinite where there is no bound. A score outside is an error: a sentinel such as -1
+            must not be learned from. An instance may set its own.
         scope: "sample" where a score depends on its own image alone, "group" where it needs the whole group.
+        video: it scores videos, [n, T, H, W, 3]; training samples images.
         device: "cpu", or "any" where a GPU is used if the actor has one.
         needs: what it reads beside the image: "prompt", names of metadata keys, "server".
         packages: distributions that scoring imports, as `pip install` names them.
@@ -123,6 +127,7 @@ class Reward(ABC):
     name: ClassVar[str]
     range: ClassVar[tuple[float, float]]
     scope: ClassVar[Literal["sample", "group"]] = "sample"
+    video: ClassVar[bool] = False
     device: ClassVar[Literal["cpu", "any"]] = "cpu"
     needs: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
@@ -192,8 +197,8 @@ class Reward(ABC):
 
         every = range(len(case.prompts))
         scores = score(every)
-        low, high = self.range
-        if not ((scores >= low - 1e-6) & (scores <= high + 1e-6)).all():
+        low, high = bounds = case.range or self.range
+        if _outside(scores, bounds).size:
             raise RewardError(f"reward {self.name} fails its self-test: scores {scores.tolist()} outside {low:g} to {high:g}")
         if case.ordered and not (np.diff(scores) < 0).all():
             raise RewardError(f"reward {self.name} fails its self-test: known pictures should score from high to low, and got "
@@ -238,15 +243,18 @@ def check_batch(
     return len(images)
 
 
-def validated(result: Any, n: int, name: str) -> dict[str, np.ndarray]:
-    """Check what a reward named `name` returned for `n` images.
+def validated(
+    result: Any, n: int, name: str, *, range: tuple[float, float] | None = None
+) -> dict[str, np.ndarray]:
+    """Check what a reward named `name` returned for `n` images. `range` is the reward's, which its score, not its monitors,
+    has to lie in.
 
     Returns:
         The same keys in the same order, float64 [n] each.
 
     Raises:
-        RewardError: not a mapping of numbers, `name` is not the first key, a length is not n, or a score is NaN or
-            infinite (the places are named).
+        RewardError: not a mapping of numbers, `name` is not the first key, a length is not n, or a score is NaN, infinite,
+            masked or out of range (the places are named).
     """
     if not isinstance(result, Mapping):
         raise RewardError(f"reward {name} returned a {type(result).__name__}, not a dict of float32 arrays")
@@ -259,6 +267,7 @@ def validated(result: Any, n: int, name: str) -> dict[str, np.ndarray]:
     for key, values in result.items():
         if not isinstance(key, str):
             raise RewardError(f"reward {name} returned the key {key!r}; keys are strings")
+        _refuse_masked(values, key, n, name)
         try:
             array = np.asarray(values)
         except (ValueError, TypeError) as error:
@@ -275,7 +284,41 @@ def validated(result: Any, n: int, name: str) -> dict[str, np.ndarray]:
             found = array[np.abs(array).argmax()]
             raise RewardError(f"reward {name}: {key!r} is {found:g}, which is no score (beyond {LARGEST:g})")
         out[key] = array
+    if range is not None:
+        check_range(out[name], name, range)
     return out
+
+
+def _refuse_masked(values: Any, key: str, n: int, name: str) -> None:
+    """RewardError where an entry is masked: NumPy would read the number that is hidden behind the mask."""
+    parts = [values] if isinstance(values, np.ma.MaskedArray) else values if isinstance(values, (list, tuple)) else []
+    masks = [np.ma.getmaskarray(part).ravel() for part in parts if isinstance(part, np.ma.MaskedArray)]
+    if count := sum(int(mask.sum()) for mask in masks):
+        at = f" at {np.flatnonzero(masks[0])[:10].tolist()}" if parts[0] is values else ""
+        raise RewardError(f"reward {name}: {key!r} is masked{at}, so {count} of {n} images have no score")
+
+
+def range_problem(bounds: Any) -> str | None:
+    """What is wrong with a declared range, or None: it is (lowest, highest), infinite where there is no bound."""
+    right = isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(
+        isinstance(b, (int, float, np.number)) and not isinstance(b, (bool, complex, np.complexfloating)) for b in bounds)
+    return None if right and bounds[0] < bounds[1] else f"range is {bounds!r}, not (lowest, highest)"
+
+
+def _outside(values: np.ndarray, bounds: tuple[float, float]) -> np.ndarray:
+    """Places of the scores that are outside a range, by more than rounding in float32 explains."""
+    low, high = bounds
+    slack = 1e-6 * max([1.0, *(abs(bound) for bound in bounds if math.isfinite(bound))])
+    return np.flatnonzero((values < low - slack) | (values > high + slack))
+
+
+def check_range(values: np.ndarray, name: str, bounds: tuple[float, float]) -> None:
+    """Raises RewardError where a score is outside its range: a sentinel for "no score" must not be learned from."""
+    low, high = bounds
+    wrong = _outside(values, bounds)
+    if wrong.size:
+        raise RewardError(f"reward {name}: {values[wrong[0]]:g} is outside {low:g} to {high:g}, so it is no score (a sentinel "
+                          f"for 'not applicable'?), at {wrong[:10].tolist()} of {len(values)} images")
 
 
 def renamed(scores: Mapping[str, np.ndarray], kind: str, name: str) -> dict[str, np.ndarray]:
@@ -294,9 +337,17 @@ def problems_of(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:
             problems.append(f"reward {cls.name} has no option {key!r}{hint}")
         elif problem := cls.options[key].problem(value):
             problems.append(f"reward {cls.name}: option {key} {problem}")
+        elif key == "batch_size" and value is not None and (problem := batch_size_problem(value)):
+            problems.append(f"reward {cls.name}: option batch_size {problem}")
     if problems:
         return problems
     return [f"reward {cls.name}: {conflict}" for conflict in cls.conflicts(settings_of(cls, options))]
+
+
+def batch_size_problem(value: Any) -> str | None:
+    """What is wrong with a number of images per call, or None."""
+    right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return None if right else f"is {value!r}, not a whole number of images, 1 or more"
 
 
 def settings_of(cls: type[Reward], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, RewardError, Scores
-from flowgrpo_ray.rewards.remote import RemoteReward, check_range
+from flowgrpo_ray.rewards.base import GroupIds, Metadata, RewardError, Scores, check_range
+from flowgrpo_ray.rewards.remote import RemoteReward
 
 
 class DeqaReward(RemoteReward):

@@ -7,10 +7,20 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import (
+    GroupIds,
+    Metadata,
+    Option,
+    Reward,
+    RewardError,
+    Scores,
+    SelfTest,
+    check_batch,
+    check_range,
+)
 from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
 from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
-from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, check_range
+from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 LOCAL_ONLY = ("class_names", "clip", "revision")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,19 +25,33 @@ from flowgrpo_ray.rewards.base import Option, RewardError
 
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
+LARGEST_S = 1e6  # that an option may ask to wait: 11 days, and far below what locks and sockets take
 CHUNK = 1024  # bytes of an answer that are read at once
 SHOWN = 300  # characters of a server's answer that an error quotes
 
 _Answer = tuple[int, Mapping[str, str], bytes]  # status, headers, body
 
+
+@dataclass(frozen=True)
+class _Seconds(Option):
+    """A time to wait, of `LARGEST_S` at most."""
+
+    def problem(self, value: Any) -> str | None:
+        """See `Option.problem`."""
+        problem = super().problem(value)
+        if problem is None and value > LARGEST_S:
+            return f"is {value!r}; the largest right value is {LARGEST_S:.0f} (seconds)"
+        return problem
+
+
 # Options of every reward that talks to a server.
 CONNECTION: dict[str, Option] = {
-    "timeout_s": Option(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its answer; "
-                        "an answer that is late is an error at once", kind=float, minimum=0.01),
+    "timeout_s": _Seconds(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
+                          "answer; an answer that is late is an error at once", kind=float, minimum=0.01),
     "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
                       "504; any other failure is final", kind=int, minimum=0),
-    "backoff_s": Option(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
-                        kind=float, minimum=0),
+    "backoff_s": _Seconds(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
+                          kind=float, minimum=0),
 }
 
 
@@ -74,9 +89,16 @@ def url_problem(option: str, value: Any, example: str) -> str | None:
     """What is wrong with a server's address given as `option`, or None."""
     if value is None:
         return f"option {option} is needed: the address of the server, for example {option}: {example}"
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        return f"option {option} is {value!r}, not of the form http://HOST:PORT; an example is {example}"
+    try:
+        parts = urlsplit(value)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # a name that no look-up takes, such as a..b
+        why = ""
+    except ValueError as error:  # brackets without an IPv6 address, a port that is none; UnicodeError is one too
+        right, why = False, f" ({error})"
+    # urlsplit drops line ends and tabs silently, and keeps spaces.
+    if not right or any(character.isspace() or not character.isprintable() for character in value):
+        return f"option {option} is {value!r}, not of the form http://HOST:PORT{why}; an example is {example}"
     return None
 
 
@@ -84,12 +106,15 @@ def strict_json(text: str | bytes) -> Any:
     """Parse JSON as the standard has it: NaN and Infinity, which Python's parser takes, are errors too.
 
     Raises:
-        ValueError: not JSON.
+        ValueError: not JSON, or nested deeper than Python's parser goes.
     """
     def refuse(token: str) -> Any:
         raise ValueError(f"{token} is no JSON number")
 
-    return json.loads(text, parse_constant=refuse)
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def to_png(image: np.ndarray) -> bytes:
@@ -127,6 +152,8 @@ def from_png(text: str, *, max_pixels: int) -> np.ndarray:
             return np.asarray(picture)
     except UnidentifiedImageError:
         raise ValueError("is no PNG") from None
+    except Image.DecompressionBombError as error:  # Pillow's own bound, where ours is larger
+        raise ValueError(f"is too large: {error}") from None
     except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken chunk
         raise ValueError(f"is a damaged PNG: {error}") from None
 

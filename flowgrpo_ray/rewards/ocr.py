@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flowgrpo_ray.errors import FlowGrpoError, described, first_line
 from flowgrpo_ray.rewards import ocr_models
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
 
 EXAMPLE = 'a cafe with a sign that says "OPEN"'
+
+LARGEST_OPTION = {"width": 4096, "threads": 256}
 
 Line = tuple[str, float]  # text, confidence in [0, 1]
 
@@ -109,13 +112,27 @@ class OcrReward(Reward):
         shipped = s["lang"] is None and engine == "onnxruntime"
         self._full = s["mode"] == "full"
         recognition = s["rec_model_dir"] or (ocr_models.model_dir(ocr_models.RECOGNITION) if shipped else None)
+        detection = s["det_model_dir"] or (ocr_models.model_dir(ocr_models.DETECTION) if shipped and self._full else None)
+        try:
+            self._model = self._load(paddleocr, detection, recognition, common)
+        except Exception as error:  # PaddleOCR raises whatever its engines and hubs do, none of it with our options' names
+            given = [f"{key}={s[key]!r}" for key in ("lang", "device", "det_model_dir", "rec_model_dir", "engine", "width")
+                     if s[key] != self.options[key].default]
+            what = f"option{'s' if len(given) > 1 else ''} {', '.join(given)}" if given else "PaddleOCR does not start"
+            why = first_line(error) if isinstance(error, FlowGrpoError) else described(error)
+            raise RewardError(f"reward {self.name}: {what}: {why}") from error
+
+    def _load(
+        self, paddleocr: Any, detection: str | Path | None, recognition: str | Path | None, common: dict[str, Any],
+    ) -> Any:
+        """PaddleOCR's pipeline (full mode) or its recogniser, with the models in these folders."""
+        s, engine = self.settings, self.settings["engine"]
         if self._full:
-            detection = s["det_model_dir"] or (ocr_models.model_dir(ocr_models.DETECTION) if shipped else None)
             for part, folder in (("detection", detection), ("recognition", recognition)):
                 if folder is not None:
                     common |= {f"text_{part}_model_name": ocr_models.model_name(Path(folder), engine),
                                f"text_{part}_model_dir": str(folder)}
-            self._model = paddleocr.PaddleOCR(
+            return paddleocr.PaddleOCR(
                 lang=s["lang"],
                 text_recognition_batch_size=s["batch_size"],
                 text_det_limit_side_len=64,
@@ -126,13 +143,12 @@ class OcrReward(Reward):
                 use_textline_orientation=False,
                 **common,
             )
-        else:
-            self._model = paddleocr.TextRecognition(
-                model_name=ocr_models.model_name(Path(recognition), engine),
-                model_dir=str(recognition),
-                input_shape=(3, 48, s["width"]) if s["width"] else None,
-                **common,
-            )
+        return paddleocr.TextRecognition(
+            model_name=ocr_models.model_name(Path(recognition), engine),
+            model_dir=str(recognition),
+            input_shape=(3, 48, s["width"]) if s["width"] else None,
+            **common,
+        )
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
@@ -144,7 +160,8 @@ class OcrReward(Reward):
         problems = [f"option {key} means nothing with mode: {mode}; leave it out, or use mode: {other}" for key in wrong]
         if mode == "recognition" and settings["engine"] == "paddle" and settings["rec_model_dir"] is None:
             problems.append("the shipped model is for onnxruntime; with engine: paddle give rec_model_dir")
-        return problems
+        return problems + [f"option {key} is {settings[key]}; the largest right value is {largest}"
+                           for key, largest in LARGEST_OPTION.items() if (settings[key] or 0) > largest]
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
@@ -212,6 +229,7 @@ class VideoOcrReward(OcrReward):
     """The mean of `ocr` over every `every`-th frame of a video, from the first on; a frame without text counts with its 0."""
 
     name: ClassVar[str] = "video_ocr"
+    video: ClassVar[bool] = True
     description: ClassVar[str] = "ocr, mean over the sampled frames of a video"
     options: ClassVar[dict[str, Option]] = {
         **OcrReward.options, "every": Option(4, "Every how many frames one is read", kind=int, minimum=1)}

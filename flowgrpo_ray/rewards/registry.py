@@ -7,15 +7,27 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Scores, SelfTest, no_exit, problems_of
+from flowgrpo_ray.rewards.base import (
+    GroupIds,
+    Metadata,
+    Option,
+    Reward,
+    Scores,
+    SelfTest,
+    batch_size_problem,
+    no_exit,
+    problems_of,
+    range_problem,
+)
 
 ENTRY_POINTS = "flowgrpo_ray.rewards"
 _INPUTS = ("images", "prompts", "metadata")
@@ -73,7 +85,8 @@ def reward_class(name: str) -> type[Reward]:
     """The class behind a name, or behind `module:function` or `module:Class` (its module is imported, no model is loaded).
 
     Raises:
-        ConfigError: no reward has that name (the nearest one is named), or the module or what it should hold is not there.
+        ConfigError: no reward has that name (the nearest one is named), the module or what it should hold is not there, or
+            the class does not keep to the contract in base.py.
     """
     if ":" in name:
         return _own(name)
@@ -106,11 +119,17 @@ def get(name: str, **options: Any) -> Reward:
     """Make a reward and load its model.
 
     Raises:
-        ConfigError: an unknown name or option, or a wrong value; the nearest right one is named.
+        ConfigError: an unknown name or option, or a wrong value (the nearest right one is named), or a class that leaves out
+            `super().__init__` or sets a malformed range.
         RewardError: a package or model file that the reward needs is absent; the message says how to install it.
     """
     with no_exit(name):
-        return reward_class(name)(**options)
+        reward = reward_class(name)(**options)
+    if not hasattr(reward, "settings"):
+        raise ConfigError(f"reward {name!r}: {type(reward).__name__}: {_NO_SETTINGS}")
+    if problem := range_problem(reward.range):
+        raise ConfigError(f"reward {name!r}: {type(reward).__name__}: {problem}")
+    return reward
 
 
 def _split(name: str, path: str) -> tuple[str, str]:
@@ -125,6 +144,62 @@ def _check_class(name: str, cls: Any) -> None:
         raise ConfigError(f"reward {name!r}: {cls!r} is no subclass of Reward")
     if getattr(cls, "name", None) != name:
         raise ConfigError(f"reward {name!r}: {cls.__name__}.name is {getattr(cls, 'name', None)!r}; the two must agree")
+    if problems := _contract_problems(cls):
+        raise ConfigError("\n".join(f"reward {name!r}: {cls.__name__}: {problem}" for problem in problems))
+
+
+def _contract_problems(cls: type[Reward]) -> list[str]:
+    """What of a class's attributes and methods breaks the contract in base.py, one sentence each."""
+    problems = []
+    if inspect.isabstract(cls):
+        problems.append(f"it has no method {', '.join(sorted(cls.__abstractmethods__))}")
+    bounds = getattr(cls, "range", None)
+    if bounds is None:
+        problems.append("it has no range; state (lowest, highest) score, infinite where there is no bound")
+    elif problem := range_problem(bounds):
+        problems.append(problem)
+    if cls.scope not in ("sample", "group"):
+        problems.append(f"scope is {cls.scope!r}{nearest(str(cls.scope), ('sample', 'group'))}")
+    if cls.device not in ("cpu", "any"):
+        problems.append(f"device is {cls.device!r}, neither 'cpu' nor 'any' (a GPU where its actor has one)")
+    if problem := batch_size_problem(cls.batch_size):
+        problems.append(f"batch_size {problem}")
+    options = cls.options
+    if not (isinstance(options, dict) and all(isinstance(k, str) and isinstance(o, Option) for k, o in options.items())):
+        problems.append(f"options is {options!r}, not a dict of Option by name")
+    elif "batch_size" in options and (default := options["batch_size"].default) is not None \
+            and (problem := batch_size_problem(default)):
+        problems.append(f"the default of option batch_size {problem}")
+    if cls.__init__ is not Reward.__init__ and _never_named(cls):
+        problems.append(_NO_SETTINGS)
+    return problems
+
+
+_NO_SETTINGS = "its __init__ does not call super().__init__(**options), which checks the options and keeps them as settings"
+
+
+def _never_named(cls: type[Reward]) -> bool:
+    """Whether neither a class's `__init__` nor what that calls by name mentions an `__init__` or `settings`. False where
+    that cannot be seen (a wrapped function); then `get` finds it."""
+    todo, seen = [cls.__init__], set()
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+            return False
+        seen.add(function)
+        names = set(_names(function.__code__))
+        if names & {"__init__", "settings"}:
+            return False
+        called = [inspect.getattr_static(cls, name, None) or function.__globals__.get(name) for name in names]
+        todo += [one for one in called if isinstance(one, FunctionType) and one not in seen]
+    return True
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 # One's own ------------------------------------------------------------------------------------------------------------
@@ -165,18 +240,12 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     attributes; where it takes `group_ids`, it is given them.
 
     Raises:
-        ConfigError: the function does not take images, prompts and metadata.
+        ConfigError: the function does not take images, prompts and metadata, or one of its attributes is wrong.
     """
     parameters = inspect.signature(function).parameters
     if positional := [key for key, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]:
         raise ConfigError(f"reward {name}: the parameter {positional[0]} of the function is positional only; it is called with "
                           "keywords")
-    scope, bounds = getattr(function, "scope", "sample"), getattr(function, "range", (-float("inf"), float("inf")))
-    if scope not in ("sample", "group"):
-        raise ConfigError(f"reward {name}: scope is {scope!r}{nearest(str(scope), ('sample', 'group'))}")
-    if not (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(isinstance(b, (int, float)) for b in bounds)
-            and bounds[0] < bounds[1]):
-        raise ConfigError(f"reward {name}: range is {bounds!r}, not (lowest, highest)")
     takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if missing := [key for key in _INPUTS if key not in parameters and not takes_rest]:
         raise ConfigError(f"reward {name}: the function lacks the parameter {', '.join(missing)}; it has to be of the form "
@@ -207,8 +276,8 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
             return {self.name if key == first else key: values for key, values in result.items()}
 
     FunctionReward.name = name
-    FunctionReward.range = tuple(bounds)
-    FunctionReward.scope = scope
+    FunctionReward.range = getattr(function, "range", (-float("inf"), float("inf")))
+    FunctionReward.scope = getattr(function, "scope", "sample")
     FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
     FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
     FunctionReward.options = {
@@ -217,4 +286,5 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     }
     FunctionReward.__name__ = FunctionReward.__qualname__ = name
     FunctionReward.__module__ = function.__module__
+    _check_class(name, FunctionReward)
     return FunctionReward

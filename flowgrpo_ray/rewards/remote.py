@@ -17,7 +17,18 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from flowgrpo_ray.errors import nearest
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import (
+    LARGEST,
+    GroupIds,
+    Metadata,
+    Option,
+    Reward,
+    RewardError,
+    Scores,
+    SelfTest,
+    check_batch,
+    is_finite,
+)
 from flowgrpo_ray.rewards.http_client import (
     CONNECTION,
     HttpClient,
@@ -73,12 +84,14 @@ class RewardClient:
         if not isinstance(health, dict) or not isinstance(health.get("name"), str):
             problem = 'no "name" of a reward'
         elif health.get("scope") not in ("sample", "group"):
-            problem = f'"scope" is {health.get("scope")!r}, not "sample" or "group"'
+            problem = f'"scope" is {_shown(health.get("scope"))}, not "sample" or "group"'
         elif not (isinstance(health.get("range"), list) and len(health["range"]) == 2
-                  and all(bound is None or _is_number(bound) for bound in health["range"])):
-            problem = f'"range" is {health.get("range")!r}, not [low, high]'
-        elif not (health.get("max_batch") is None or (_is_number(health["max_batch"]) and health["max_batch"] >= 1)):
-            problem = f'"max_batch" is {health["max_batch"]!r}, not a number of images'
+                  and all(bound is None or (_is_number(bound) and is_finite(bound)) for bound in health["range"])
+                  and (None in health["range"] or health["range"][0] < health["range"][1])):
+            problem = f'"range" is {_shown(health.get("range"))}, not [low, high] (null where there is no bound)'
+        elif not (health.get("max_batch") is None
+                  or (_is_number(health["max_batch"]) and isinstance(health["max_batch"], int) and health["max_batch"] >= 1)):
+            problem = f'"max_batch" is {_shown(health["max_batch"])}, not a number of images'
         if problem:
             raise RewardError(f"reward {self._who}: {self.url}/health is not that of a reward server: {problem}")
         return health
@@ -95,7 +108,13 @@ class RewardClient:
             return None
         try:
             images = np.stack([from_png(text, max_pixels=MAX_PIXELS) for text in case["images"]])
-            return SelfTest(images, tuple(case["prompts"]), tuple(case["metadata"]), bool(case["ordered"]))
+            test = SelfTest(images, tuple(case["prompts"]), tuple(case["metadata"]), bool(case["ordered"]))
+            if not len(images) == len(test.prompts) == len(test.metadata):
+                raise ValueError(f"{len(images)} images, {len(test.prompts)} prompts and {len(test.metadata)} metadata do not "
+                                 "pair up")
+            if not all(isinstance(text, str) for text in test.prompts) or not all(isinstance(m, dict) for m in test.metadata):
+                raise ValueError("prompts are texts, and metadata objects")
+            return test
         except (KeyError, TypeError, ValueError) as error:
             raise RewardError(f"reward {self._who}: {self.url}/v1/self_test holds no pictures: {error!r}") from None
 
@@ -134,9 +153,17 @@ class RewardClient:
         if wanted not in scores:
             raise RewardError(f"reward {self._who}: {self.url} gives no score {wanted!r}{nearest(wanted, scores)}; "
                               "option score names the one to take")
-        arrays = {key: self._array(key, values, len(prompts)) for key, values in scores.items()}
-        monitors = {f"{self._who}_{key.removeprefix(f'{served}_')}": values for key, values in arrays.items() if key != wanted}
-        return {self._who: arrays[wanted]} | monitors
+        arrays = {self._who: self._array(wanted, scores[wanted], len(prompts))}
+        sources = {self._who: wanted}
+        for key in scores:
+            if key == wanted:
+                continue
+            name = f"{self._who}_{key.removeprefix(f'{served}_')}"
+            if name in arrays:
+                raise RewardError(f"reward {self._who}: {self.url} gives the scores {sources[name]!r} and {key!r}, which would "
+                                  f"both be named {name}")
+            arrays[name], sources[name] = self._array(key, scores[key], len(prompts)), key
+        return arrays
 
     def _array(self, key: str, values: Any, n: int) -> np.ndarray:
         """float32 [n] of one list of scores."""
@@ -144,14 +171,14 @@ class RewardClient:
         if not isinstance(values, list) or len(values) != n:
             got = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
             raise RewardError(f"{where} is {got} for {n} images")
-        wrong = [i for i, value in enumerate(values) if not (_is_number(value) and math.isfinite(value))]
+        wrong = [i for i, value in enumerate(values) if not (_is_number(value) and abs(value) <= LARGEST)]
         if wrong:
-            raise RewardError(f"{where} is {values[wrong[0]]!r}, no score, at {wrong[:10]} of {n} images")
+            raise RewardError(f"{where} is {_shown(values[wrong[0]])}, no score, at {wrong[:10]} of {n} images")
         return np.asarray(values, np.float32)
 
 
 class RemoteReward(Reward):
-    """The reward of a server. Its range is the one that the server declares."""
+    """The reward of a server. Its range is the one that the server declares for the served reward's own score."""
 
     name: ClassVar[str] = "remote"
     range: tuple[float, float] = (-math.inf, math.inf)
@@ -164,8 +191,9 @@ class RemoteReward(Reward):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._client = RewardClient(self.name, self.settings)
-        self.range = self._client.range
         served = self._client.health
+        if self.settings["score"] in (None, served["name"]):  # of its other scores a server declares no range
+            self.range = self._client.range
         if served["scope"] != self.scope:
             right = "remote_group" if served["scope"] == "group" else "remote"
             raise RewardError(f"reward {self.name}: {self._client.url} serves {served['name']}, which is scored per "
@@ -201,14 +229,10 @@ class RemoteGroupReward(RemoteReward):
     description: ClassVar[str] = "As remote, for a served reward that scores whole groups"
 
 
-def check_range(values: np.ndarray, name: str, bounds: tuple[float, float]) -> None:
-    """Raises RewardError where a score is outside its range: a sentinel for "no score" must not be learned from."""
-    low, high = bounds
-    slack = 1e-6 * max(1.0, abs(low) if math.isfinite(low) else 1.0, abs(high) if math.isfinite(high) else 1.0)
-    wrong = np.flatnonzero((values < low - slack) | (values > high + slack))
-    if wrong.size:
-        raise RewardError(f"reward {name}: {values[wrong[0]]:g} is outside {low:g} to {high:g}, so it is no score (a sentinel "
-                          f"for 'not applicable'?), at {wrong[:10].tolist()} of {len(values)} images")
+def _shown(value: Any) -> str:
+    """What a server sent, for an error: the start of it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _is_number(value: Any) -> bool:

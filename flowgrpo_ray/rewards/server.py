@@ -193,7 +193,7 @@ class RewardServer:
         start = time.perf_counter()
         result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
         # NaN or infinity never leave as numbers: they are refused here.
-        return validated(result, len(prompts), self._reward.name), time.perf_counter() - start
+        return validated(result, len(prompts), self._reward.name, range=self._reward.range), time.perf_counter() - start
 
     def _batch(self, data: bytes) -> tuple[np.ndarray, list[str], list[dict[str, Any]], list[int] | None]:
         """The batch in a request's body; raises BadRequest that names the field."""

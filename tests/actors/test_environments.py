@@ -145,6 +145,10 @@ def wrong_python(kind: str, folder: Path) -> str:
         return str(folder)
     if kind == "relative":
         return "venv/bin/python"
+    if kind.startswith("prints "):
+        path.write_text(f"#!/bin/sh\nprintf '%b\\n' '{kind.removeprefix('prints ')}'\n")
+        path.chmod(0o700)
+        return str(path)
     if kind in ("not executable", "no python", "other python"):
         path.write_text({"not executable": "", "no python": "#!/bin/sh\necho what >&2\nexit 3\n", "other python":
                          f"""#!/bin/sh\necho '{{"python": "3.9.1", "ray": "{ray.__version__}", "numpy": "2.0"}}'\n"""}[kind])
@@ -163,6 +167,11 @@ OURS = f"the run has Python {sys.version.split()[0]} with Ray {ray.__version__}"
     ("relative", "is not an absolute path"),
     ("not executable", "is not executable"),
     ("no python", "does not run as a Python does: what"),
+    ("prints [1]", "does not run as a Python does: it printed '[1]'"),
+    ("prints {}", "does not run as a Python does: it printed '{}'"),
+    ("prints " + '{"python": 3, "ray": null, "numpy": null}', "does not run as a Python does: it printed"),
+    ("prints \\0377", "does not run as a Python does: it printed"),
+    ("prints ", "does not run as a Python does: exit code 0"),
     ("other python", f"is Python 3.9.1 with Ray {ray.__version__}, and {OURS}"),
     ("no ray", f"is Python {sys.version.split()[0]} with Ray (none), and {OURS}"),
     ("other ray", f"is Python {sys.version.split()[0]} with Ray 2.9.3, and {OURS}"),

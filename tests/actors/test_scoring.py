@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import own_rewards
 import pytest
@@ -93,8 +95,9 @@ def test_a_slow_replica_holds_up_only_the_call_that_it_is_at(ray_cluster, tmp_pa
 
 
 FAULTS = ["raise", "hang", "die", "nan", "short", "empty", "words"]
-# Deaths and time-outs of a pool: a batch, and its image alone; an actor's death is held against a task the second time.
-REPLACED = {"die": ("deaths", 4), "hang": ("timeouts", 2)}
+# Deaths and time-outs of a pool: a batch, and its image alone; an actor's death is held against a task the second time. The
+# answer before a death can be lost with it: then it is first held against that call.
+REPLACED = {"die": ("deaths", {4, 5, 6}), "hang": ("timeouts", {2})}
 
 
 def test_a_fault_masks_its_image_alone_and_is_counted(ray_cluster):
@@ -116,8 +119,8 @@ def test_a_fault_masks_its_image_alone_and_is_counted(ray_cluster):
             assert np.array_equal(np.delete(scores, wrong), np.delete(expected, wrong)), fault
     for fault in FAULTS:
         assert counts[f"failures/{fault}"] == 1 and counts[f"retries/{fault}"] == 1, fault
-        key, number = REPLACED.get(fault, ("deaths", 0))
-        assert +pools[fault] == ({key: number} if number else {}), fault
+        key, numbers = REPLACED.get(fault, ("deaths", {0}))
+        assert pools[fault][key] in numbers and not +pools[fault] - Counter({key: 9}), fault
 
 
 def test_a_group_without_a_score_is_masked_as_a_whole(ray_cluster):

@@ -3,7 +3,9 @@ import contextlib
 import io
 import pickle
 import socket
+import struct
 import threading
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -67,7 +69,14 @@ def test_what_is_no_rgb_png_is_refused(text, message):
         from_png(text, max_pixels=10_000)
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", "", "{"])
+def test_a_png_that_says_it_is_huge_is_refused():
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    huge = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + to_png(RED)[33:]
+    with pytest.raises(ValueError, match="is too large"):
+        from_png(to_base64(huge), max_pixels=10_000)
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", "", "{", "[" * 100_000 + "]" * 100_000])
 def test_strict_json_refuses(text):
     with pytest.raises(ValueError):
         strict_json(text)
@@ -225,9 +234,24 @@ def test_nan_is_not_sent():
         assert server.requests == []
 
 
-@pytest.mark.parametrize("value", ["127.0.0.1:8000", "ftp://host", "http://", "", "localhost"])
+@pytest.mark.parametrize("value", ["127.0.0.1:8000", "ftp://host", "http://", "", "localhost", "http://[::1", "http://[x]:80",
+                                   "http://host:99999", "http://host:abc", "http://host:0", "http://a host", "http://a\nhost",
+                                   "http://:80", "http://a..b", " http://host"])
 def test_a_wrong_address_is_named(value):
-    assert f"option url is {value!r}" in url_problem("url", value, "http://127.0.0.1:1")
+    problem = url_problem("url", value, "http://127.0.0.1:1")
+    assert f"option url is {value!r}" in problem and problem.endswith("an example is http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("value", ["http://[::1]:80", "http://host:80/v1", "https://user:word@host", "http://bücher.example",
+                                   "http://a_b.c."])
+def test_a_right_address_is_taken(value):
+    assert url_problem("url", value, "x") is None
+
+
+@pytest.mark.parametrize("key", ["timeout_s", "backoff_s"])
+def test_a_wait_that_nothing_can_wait_is_refused(key):
+    assert http_client.CONNECTION[key].problem(1e6) is None
+    assert "the largest right value is 1000000" in http_client.CONNECTION[key].problem(1e10)
 
 
 def test_the_address_is_needed():

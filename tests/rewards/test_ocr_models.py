@@ -112,6 +112,49 @@ def test_a_folder_of_another_layout_is_refused(files, message, tmp_path):
         rewards.get("ocr", rec_model_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("options", [{"lang": "klingon"}, {"det_model_dir": "/nowhere"}, {"rec_model_dir": "/nowhere"},
+                                     {"mode": "recognition", "rec_model_dir": "/nowhere"}])
+@pytest.mark.parametrize("name", ["ocr", "video_ocr"])
+def test_an_option_that_paddleocr_cannot_start_with_is_named(name, options, cache):
+    key, value = list(options.items())[-1]
+    with pytest.raises(RewardError, match=rf"^reward {name}: option {key}='{value}': \S"):
+        rewards.get(name, **options)
+
+
+def test_a_damaged_model_is_named_with_its_option(cache, tmp_path):
+    (tmp_path / "inference.yml").write_text(f"Global: {{model_name: {ocr_models.RECOGNITION}}}")
+    (tmp_path / "inference.onnx").write_text("no model")
+    with pytest.raises(RewardError, match=rf"^reward ocr: option rec_model_dir='{tmp_path}': .*Load model"):
+        rewards.get("ocr", rec_model_dir=str(tmp_path))
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="onnxruntime can use a GPU here")
+def test_a_gpu_that_cannot_be_used_is_named(cache):
+    with pytest.raises(RewardError, match="^reward ocr: option device='gpu': .*CUDAExecutionProvider"):
+        rewards.get("ocr", device="gpu")
+
+
+def test_a_language_whose_models_cannot_be_downloaded_is_named(tmp_path):
+    nobody = "http://127.0.0.1:1"  # a port that nothing listens on
+    code = ("from flowgrpo_ray import rewards\n"
+            "try:\n    rewards.get('ocr', lang='fr')\n"
+            "except rewards.RewardError as error:\n    print('found:', error)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path), "PADDLE_PDX_CACHE_HOME": str(tmp_path / "paddlex")} | dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), nobody))
+    assert done.returncode == 0, done.stderr
+    assert "found: reward ocr: option lang='fr': " in done.stdout and "download" in done.stdout.partition("found:")[2]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"mode": "recognition", "width": 4097}, "reward ocr: option width is 4097; the largest right value is 4096"),
+    ({"threads": 257}, "reward ocr: option threads is 257; the largest right value is 256"),
+    ({"mode": "recognition", "width": 4096, "threads": 256}, None),
+])
+def test_numbers_that_no_machine_holds_are_refused(options, message):
+    assert rewards.option_problems("ocr", options) == ([message] if message else [])
+
+
 def test_loading_is_quiet_and_leaves_torch_out(cache):
     code = (
         "import sys, numpy as np\n"

@@ -91,6 +91,10 @@ def test_range_is_the_server_s():
     ((200, [1, 2]), 'has no "scores"'),
     ((200, b'{"scores": {"served": [NaN, 1]}}'), "is no JSON .*NaN"),
     ((200, b'{"scores": {"served": [1e999, 1]}}'), "is inf, no score"),
+    ((200, b'{"scores": {"served": [1' + b"0" * 400 + b', 1]}}'), r"from http://\S+ is 1000.* \(401 characters\), no score"),
+    ({"served": [-1e13, 1]}, "is -10000000000000.0, no score"),
+    ((200, b"[" * 100_000 + b"]" * 100_000), r"http://\S+/v1/score is no JSON \(nested too deeply\)"),
+    ({"served": [1, 1], "x": [1, 1], "served_x": [0, 0]}, "http://.* gives the scores 'x' and 'served_x', .* named remote_x"),
     ((200, b"all good"), "is no JSON"),
     ((500, {"error": {"message": "RewardError: no glyphs"}}), "HTTP 500: RewardError: no glyphs"),
     ((400, {"error": {"field": "prompts[0]", "message": "no quotes"}}), r"prompts\[0\]: no quotes"),
@@ -129,6 +133,12 @@ def test_other_scores_from_batch_to_batch_are_an_error():
     (HEALTH | {"range": [0, "1"]}, '"range" is'),
     (HEALTH | {"scope": "pair"}, '"scope" is \'pair\''),
     (HEALTH | {"max_batch": 0}, '"max_batch" is 0'),
+    (HEALTH | {"max_batch": 1.5}, '"max_batch" is 1.5'),
+    (HEALTH | {"max_batch": "4"}, '"max_batch" is \'4\''),
+    (HEALTH | {"range": [0, 10**400]}, '"range" is .* characters'),
+    (HEALTH | {"range": [1, 0]}, r'"range" is \[1, 0\]'),
+    (b'{"name": "served", "scope": "sample", "range": [0, 1e400]}', r'"range" is \[0, inf\]'),
+    (b'{"name": "served", "scope": "sample", "range": [0, 1], "max_batch": 1e400}', '"max_batch" is inf'),
     (HEALTH | {"scope": "group"}, "serves served, which is scored per group; use the reward remote_group"),
 ])
 def test_what_is_no_reward_server_is_named_at_construction(health, message):
@@ -149,6 +159,8 @@ def test_a_server_that_is_not_there_is_named_at_construction():
     ({}, "option url is needed"),
     ({"url": "localhost:80"}, "option url is 'localhost:80', not of the form"),
     ({"url": "http://x", "retries": -1}, "option retries is -1"),
+    ({"url": "http://x", "timeout_s": 1e10}, "option timeout_s is 10000000000.0; the largest"),
+    ({"url": "http://[::1"}, "option url is 'http://[::1', not of the form"),
     ({"url": "http://x", "timeout": 3}, "did you mean timeout_s"),
 ])
 def test_wrong_options_are_named_before_anything_starts(options, message):
@@ -210,6 +222,8 @@ def test_a_server_without_pictures_has_no_self_test():
 
 @pytest.mark.parametrize("reply", [
     (200, {"images": 3}), (200, {"images": ["x"], "prompts": [""], "metadata": [{}], "ordered": True}), (500, {}),
+    case(images=RED_AND_BLUE[:1]), (200, case()[1] | {"prompts": [1, 2]}), (200, case()[1] | {"metadata": [{}, 3]}),
+    (200, case()[1] | {"metadata": []}),
 ])
 def test_a_broken_self_test_is_an_error(reply):
     with reward_server(self_test=reply) as server, pytest.raises(RewardError, match="/v1/self_test"):

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from answering import serving
 
 from flowgrpo_ray import rewards
 from flowgrpo_ray.errors import ConfigError
@@ -206,10 +207,35 @@ def test_validated_gives_float64_in_the_same_order():
     ({"r": [0.0, math.nan, 1.0]}, r"is nan at \[1\] of 3"),
     ({"r": [math.inf, 0.0, -math.inf]}, r"is inf at \[0, 2\] of 3"),
     ({"r": np.zeros(3), "m": [0, 0, math.nan]}, "'m' is nan"),
+    ({"r": np.ma.array([0.1, 0.2, 0.0], mask=[False, False, True])}, r"'r' is masked at \[2\], so 1 of 3 images"),
+    ({"r": np.zeros(3), "m": [1, np.ma.masked, np.ma.array(0, mask=True)]}, "'m' is masked, so 2 of 3 images"),
 ])
 def test_validated_refuses_what_is_no_score(result, message):
     with pytest.raises(RewardError, match=message):
         rewards.validated(result, 3, "r")
+
+
+def test_masked_arrays_without_a_masked_entry_are_scores():
+    out = rewards.validated({"r": np.ma.array([1.0, 2.0]), "m": [np.ma.array(3.0), 4.0]}, 2, "r")
+    assert out["r"].tolist() == [1, 2] and out["m"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(("bounds", "score", "right"), [
+    ((0.0, 1.0), -1.0, False), ((0.0, 1.0), 1.001, False), ((0.0, 1.0), 1.0000005, True), ((0.0, 1.0), 0.0, True),
+    ((-math.inf, 0.0), 1.0, False), ((-math.inf, 0.0), -1e9, True), ((0.0, math.inf), -10.0, False),
+    ((-math.inf, math.inf), -1.0, True), (None, -1.0, True), ((0.0, 255.0), 255.0001, True), ([0, 1], 2.0, False),
+])
+def test_a_score_outside_the_declared_range_is_no_score(bounds, score, right):
+    result = {"r": [bounds[0] if bounds and math.isfinite(bounds[0]) else 0.0, score], "r_monitor": [-1.0, 1e9]}
+    if right:
+        assert rewards.validated(result, 2, "r", range=bounds)["r"][1] == score
+        return
+    with pytest.raises(RewardError, match=r"reward r: .* is outside .* so it is no score .* at \[1\] of 2 images"):
+        rewards.validated(result, 2, "r", range=bounds)
+
+
+def test_what_has_no_sure_bound_declares_none():
+    assert all(rewards.reward_class(name).range == (-math.inf, math.inf) for name in ("aesthetic", "image_reward"))
 
 
 @pytest.mark.parametrize(("pictures", "prompts", "message"), [
@@ -305,3 +331,92 @@ def test_the_self_test_measures_batch_invariance(monkeypatch):
     Falling(scores=[0.9, 0.5, 0.1]).self_test()
     with pytest.raises(RewardError, match="declared batch_invariant, and its scores depend on the batch"):
         Falling(scores=[0.9, 0.5, 0.1], per_batch=0.01).self_test()
+
+
+def of(**attributes):
+    return type("Mine", (Constant,), {"name": "mine", **attributes})
+
+
+class Bare(Reward):
+    name = "mine"
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {"mine": np.zeros(len(images))}
+
+
+def plain_init(self, **options):
+    self.level = 1
+
+
+def delegating_init(self, **options):
+    self.prepare(options)
+
+
+def prepare(self, options):
+    Constant.__init__(self, **options)
+
+
+@pytest.mark.parametrize(("cls", "message"), [
+    (of(scope="groups"), "scope is 'groups'; did you mean group"),
+    (of(device="gpu"), "device is 'gpu', neither 'cpu' nor 'any'"),
+    (of(batch_size=0), "batch_size is 0, not a whole number of images, 1 or more"),
+    (of(batch_size=2.5), "batch_size is 2.5, not a whole number"),
+    (of(batch_size=True), "batch_size is True, not a whole number"),
+    (of(options={"batch_size": Option(0, "images", kind=int)}), "the default of option batch_size is 0, not a whole number"),
+    (of(options=["level"]), r"options is \['level'\], not a dict of Option by name"),
+    (of(options={"level": 0.5}), "options is {'level': 0.5}, not a dict of Option by name"),
+    (Bare, "it has no range; state"),
+    (of(range=(1.0, 0.0)), r"range is \(1.0, 0.0\), not \(lowest, highest\)"),
+    (of(range=(math.nan, 1.0)), r"range is \(nan, 1.0\), not"),
+    (of(range=("0", "1")), "range is .*, not"),
+    (of(range=1.0), "range is 1.0, not"),
+    (type("Mine", (Reward,), {"name": "mine", "range": (0, 1)}), "it has no method score"),
+    (of(__init__=plain_init), r"its __init__ does not call super\(\).__init__\(\*\*options\)"),
+])
+def test_a_class_that_breaks_the_contract(registry, cls, message):
+    with pytest.raises(ConfigError, match=f"reward 'mine': {cls.__name__}: {message}"):
+        rewards.register("mine", cls)
+
+
+def test_an_init_is_refused_only_where_it_leaves_the_settings_out(registry):
+    rewards.register("mine", of(__init__=delegating_init, prepare=prepare, range=[0, 1]))
+    assert rewards.get("mine").settings["level"] == 0.5
+    base_of_mine = of(__init__=plain_init)
+    late = type("Late", (base_of_mine,), {"name": "late", "__init__": lambda self, **o: base_of_mine.__init__(self, **o)})
+    rewards.register("late", late)
+    with pytest.raises(ConfigError, match=r"reward 'late': Late: its __init__ does not call super\(\)"):
+        rewards.get("late")
+
+
+def test_a_range_that_an_instance_sets_is_checked(registry):
+    def init(self, **options):
+        Constant.__init__(self, **options)
+        self.range = (1.0, self.settings["level"])
+
+    rewards.register("mine", of(__init__=init))
+    assert rewards.get("mine", level=2.0).range == (1.0, 2.0)
+    with pytest.raises(ConfigError, match=r"reward 'mine': Mine: range is \(1.0, 0.5\), not"):
+        rewards.get("mine")
+
+
+def test_the_option_batch_size_of_ones_own(tmp_path, monkeypatch):
+    head = "(images, prompts, metadata, *, batch_size="
+    (tmp_path / "sized_mine.py").write_text(f"def four{head}4):\n    return 0\ndef none{head}None):\n    return 0\n"
+                                            f"def zero{head}0):\n    return 0\n")
+    monkeypatch.chdir(tmp_path)
+    for value in (0, -1, 2.5, True):
+        for name in ("four", "none"):
+            (problem,) = rewards.option_problems(f"sized_mine:{name}", {"batch_size": value})
+            assert f"reward {name}: option batch_size is {value!r}, not " in problem
+    assert rewards.option_problems("sized_mine:four", {"batch_size": 2}) == []
+    assert rewards.option_problems("sized_mine:none", {"batch_size": None}) == []
+    with pytest.raises(ConfigError, match="reward 'zero': zero: the default of option batch_size is 0"):
+        rewards.reward_class("sized_mine:zero")
+
+
+def test_another_score_of_a_server_is_not_held_to_the_range_of_its_own():
+    health = {"name": "served", "range": [0, 1], "scope": "sample"}
+    with serving(lambda method, path, body: (200, health)) as server:
+        assert rewards.get("remote", url=server.url).range == (0, 1)
+        assert rewards.get("remote", url=server.url, score="served").range == (0, 1)
+        assert rewards.get("remote", url=server.url, score="served_size").range == (-math.inf, math.inf)
