@@ -27,6 +27,8 @@ class FaultyReward(RewardActor):
         inner, fault, folder = self._reward, os.environ["FAULT"], Path(os.environ["FAULT_DIR"])
 
         class Broken:
+            range = inner.range
+
             def score(self, images, prompts, metadata, *, group_ids=None):
                 result = inner.score(images, prompts, metadata)
                 victim = folder / "victim.npy"
