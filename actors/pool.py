@@ -122,6 +122,11 @@ class ActorPool:
         self._incarnation += 1
         return _Member(index, handle, self._prepare(handle), time.monotonic() + self._start_timeout, **history)
 
+    def _respawn(self, member: _Member) -> None:
+        """A new actor in the place of one that is gone."""
+        self.members[self.members.index(member)] = self._new_member(
+            member.index, replaces=True, failed_starts=member.failed_starts)
+
     def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
         """Make every member answer further calls before it gets more work (a new adapter is out)."""
         for member in self.members:
@@ -221,8 +226,7 @@ class ActorPool:
                     f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
                     f"(pools.start_timeout_s); free now, over all nodes: {left}{self._start_hint}"))
             elif member.handle is None and time.monotonic() > member.rests_until:
-                self.members[self.members.index(member)] = self._new_member(
-                    member.index, replaces=True, failed_starts=member.failed_starts)
+                self._respawn(member)
             for ref in [ref for ref in member.running if ref in ready]:
                 if ref in member.running:  # a death settles all of a member's calls at once
                     self._finish(member, ref)
@@ -335,8 +339,7 @@ class ActorPool:
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()
-        self.members[self.members.index(member)] = self._new_member(
-            member.index, replaces=True, failed_starts=member.failed_starts)
+        self._respawn(member)
         for task in tasks:
             if task.kills >= 2:
                 self._settle(task, ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
@@ -408,3 +411,11 @@ def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: s
         more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)
         ready += more
     return set(ready)
+
+
+def drive(pools: list[ActorPool], done: Callable[[], bool], what: str) -> None:
+    """Handle the events of pools that nothing else works with, until `done()`."""
+    while not done():
+        ready = wait_for_events(pools, [], what, longest_s=0.2)
+        for pool in pools:
+            pool.settle(ready)

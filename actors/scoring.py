@@ -146,7 +146,7 @@ class Scoring:
     def _check_budget(self, reward: str, images: float) -> None:
         allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
         if failed > allowed * images:
-            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images:g} images, more than "
+            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images} images, more than "
                                 f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
 
     def _send(self, batch: _Batch) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from actors.controller import Controller
 from actors.placement import actor_options
-from actors.pool import ActorPool, wait_for_events
+from actors.pool import ActorPool, drive
 from actors.reward import RewardActor
 from actors.run import connected, train
 from actors.scoring import Scoring
@@ -74,7 +74,7 @@ class Pool:
         self.pool = ActorPool(f"reward.{name}", replicas, spawn, start_timeout_s=config.pools.start_timeout_s, max_deaths=0,
                               prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)])
         self.scoring, self.name = Scoring(config, {name: self.pool}), name
-        self._drive(lambda: self.pool.all_ready)
+        drive([self.pool], lambda: self.pool.all_ready, "the actors")
 
     def score(self, images: Sequence[ray.ObjectRef], records: Sequence[list[PromptRecord]]) -> float:
         """Seconds until every shard has its scores."""
@@ -83,12 +83,8 @@ class Pool:
         for number, (ref, part) in enumerate(zip(images, records, strict=True)):
             self.scoring.submit(f"shard {number}", (0, number, 0), ref, part, answered.append, rewards=[self.name],
                                 group=(number, 1))
-        self._drive(lambda: len(answered) == len(images))
+        drive([self.pool], lambda: len(answered) == len(images), "the scores")
         return time.perf_counter() - started
-
-    def _drive(self, done: Any) -> None:
-        while not done():
-            self.pool.settle(wait_for_events([self.pool], [], "the benchmark", longest_s=1.0))
 
 
 def throughput(config: Config, name: str, replicas: Sequence[int], shards: int, rounds: int) -> dict[str, Any]:

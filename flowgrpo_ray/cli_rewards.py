@@ -187,12 +187,10 @@ def given_prompts(texts: list[str] | None, file: str | None, question: str) -> l
 
 def _check_prompts(given: dict[str, dict[str, Any]], records: list[PromptRecord]) -> None:
     from flowgrpo_ray.rewards import reward_class
-    from flowgrpo_ray.rewards.base import no_exit
+    from flowgrpo_ray.rewards.base import prompt_problem
 
     for name, settings in given.items():
         cls = reward_class(name)
         for record in records:
-            with no_exit(name):
-                why = cls.check_prompt(record.prompt, record.reward_metadata, **settings)
-            if why:
+            if why := prompt_problem(name, cls, record, settings):
                 raise ConfigError(f"prompt {record.prompt!r}: {why}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError, described, nearest
+from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, known_rewards, option_problems, reward_class
-from flowgrpo_ray.rewards.base import RewardError, no_exit, settings_of
+from flowgrpo_ray.rewards.base import prompt_problem, settings_of
 from flowgrpo_ray.sections import RewardConfig
 
 SHOWN = 5  # bad prompts that an error lists
@@ -103,24 +102,12 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
         cls = known_class(name, reward)
         if cls is None:
             continue
-        bad = [(record, why) for record in records if (why := _why_not(name, cls, record, reward.options))]
+        bad = [(record, why) for record in records if (why := prompt_problem(name, cls, record, reward.options))]
         if bad:
             lines = [f"  line {record.line}: {record.prompt!r}: {why}" for record, why in bad[:SHOWN]]
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             raise ConfigError(f"{key}: {len(bad)} of {len(records)} prompts in {uri} cannot be scored by reward {name}:\n"
                               + "\n".join(lines) + rest)
-
-
-def _why_not(name: str, cls: type[Reward], record: PromptRecord, options: dict[str, Any]) -> str | None:
-    """Why a reward cannot score a prompt, or None."""
-    try:
-        with no_exit(name):
-            return cls.check_prompt(record.prompt, record.reward_metadata, **options)
-    except RewardError:
-        raise
-    except Exception as error:  # whatever code of one's own does
-        raise ConfigError(f"reward {name}: check_prompt fails on line {record.line}: {record.prompt!r}: {described(error)}"
-                          ) from error
 
 
 def _size_rule(source: ModelSource, config: Config) -> tuple[int, int | None]:

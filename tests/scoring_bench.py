@@ -9,7 +9,7 @@ import own_rewards
 import ray
 
 from actors.placement import actor_options
-from actors.pool import ActorPool, wait_for_events
+from actors.pool import ActorPool, drive
 from actors.reward import RewardActor
 from actors.scoring import Scoring, ShardScores
 from flowgrpo_ray.config import Config, load
@@ -51,10 +51,7 @@ class Bench:
             lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step), group=(group, shards))
 
     def drive(self, done):
-        while not done():
-            ready = wait_for_events(list(self.pools.values()), [], "the test", longest_s=0.2)
-            for pool in self.pools.values():
-                pool.settle(ready)
+        drive(list(self.pools.values()), done, "the test")
 
     def finish(self, shards):
         self.drive(lambda: len(self.results) == shards)

@@ -7,9 +7,8 @@ from typing import Any
 
 import tiny_clip
 import tiny_image_reward
+import tiny_yolos
 import torch
-from transformers import YolosConfig, YolosForObjectDetection
-from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
 from flowgrpo_ray.rewards import hpsv2
 
@@ -59,18 +58,11 @@ def aesthetic_head(width: int) -> dict[str, torch.Tensor]:
 
 def detector(folder: Path) -> None:
     """A YOLOS that takes everything for dogs which fill the picture."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = YolosForObjectDetection(YolosConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=[32, 32], patch_size=8,
-            num_detection_tokens=5, initializer_range=0.5, id2label=DETECTED, label2id={v: k for k, v in DETECTED.items()}))
-        torch.nn.init.normal_(model.class_labels_classifier.layers[-1].weight, std=0.02)
-    model.class_labels_classifier.layers[-1].bias.data[1] = 6.0
+    model = tiny_yolos.sure_of_1(DETECTED, queries=5)
     corners = model.bbox_predictor.layers[-1]
     corners.weight.data.zero_()
     corners.bias.data.copy_(torch.tensor([0.0, 0.0, 20.0, 20.0]))  # through a sigmoid: centre, width, height
-    model.save_pretrained(folder)
-    YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    tiny_yolos.save(folder, model)
 
 
 def image_reward(folder: Path) -> dict[str, str]:

@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described, nearest
 from flowgrpo_ray.signals import by_signal
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.prompts import PromptRecord
 
 LARGEST = 1e12  # of a score's absolute value: squares and sums of scores stay far from overflow
 
@@ -326,6 +329,23 @@ def renamed(scores: Mapping[str, np.ndarray], kind: str, name: str) -> dict[str,
     if kind == name:
         return dict(scores)
     return {name if key == kind else f"{name}_{key.removeprefix(f'{kind}_')}": values for key, values in scores.items()}
+
+
+def prompt_problem(name: str, cls: type[Reward], record: PromptRecord, options: Mapping[str, Any]) -> str | None:
+    """Why a reward cannot score a prompt, or None.
+
+    Raises:
+        ConfigError: its check_prompt fails; names reward, line and prompt.
+        RewardError: as check_prompt.
+    """
+    try:
+        with no_exit(name):
+            return cls.check_prompt(record.prompt, record.reward_metadata, **options)
+    except RewardError:
+        raise
+    except Exception as error:  # whatever code of one's own does
+        raise ConfigError(f"reward {name}: check_prompt fails on line {record.line}: {record.prompt!r}: {described(error)}"
+                          ) from error
 
 
 def problems_of(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:

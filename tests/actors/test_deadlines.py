@@ -10,7 +10,7 @@ import pytest
 import ray
 from runs import Watcher, assert_same_bits, run, small_config
 
-from actors.pool import ActorPool, Task, wait_for_events
+from actors.pool import ActorPool, Task, drive
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -29,8 +29,7 @@ class Bench:
         self.drive(lambda: self.pool.all_ready)
 
     def drive(self, until: Callable[[], bool]) -> None:
-        while not until():
-            self.pool.settle(wait_for_events([self.pool], [], "the test", longest_s=0.2))
+        drive([self.pool], until, "the test")
 
     def submit(self, seconds: float, timeout_s: float) -> ray.ObjectRef:
         self.pool.submit(Task("work", "work", (seconds, "answer"), (0,), timeout_s, on_failed=self.failed.append,

@@ -17,7 +17,7 @@ import runs
 from actors import environments
 from actors.environments import check_environments, start_hint
 from actors.placement import actor_options
-from actors.pool import ActorPool, Task, wait_for_events
+from actors.pool import ActorPool, Task, drive
 from actors.reward import RewardActor
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError
@@ -73,8 +73,7 @@ class Pool:
         self.pool.shutdown()
 
     def _drive(self, done):
-        while not done():
-            self.pool.settle(wait_for_events([self.pool], [], "the test", longest_s=0.2))
+        drive([self.pool], done, "the test")
 
     def score(self, images) -> list[float] | Exception:
         ends: list[Any] = []

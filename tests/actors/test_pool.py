@@ -8,7 +8,7 @@ import ordered
 import pytest
 import ray
 
-from actors.pool import ActorPool, Task, wait_for_events
+from actors.pool import ActorPool, Task, drive
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -25,8 +25,7 @@ class Two:
         self.drive(lambda: self.pool.all_ready)
 
     def drive(self, until: Callable[[], bool]) -> None:
-        while not until():
-            self.pool.settle(wait_for_events([self.pool], [], "the test", longest_s=0.2))
+        drive([self.pool], until, "the test")
 
     def submit(self, number: int, fails_on: tuple[int, ...] = ()) -> None:
         self.pool.submit(Task(f"work {number}", "work", (number, fails_on), (number,), 60, on_failed=self.failed.append,

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import tiny_clip
+import tiny_yolos
 import torch
 from answering import serving
 from PIL import Image
@@ -19,7 +20,6 @@ from transformers import (
     Mask2FormerConfig,
     Mask2FormerForUniversalSegmentation,
     SwinConfig,
-    YolosConfig,
     YolosForObjectDetection,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -43,17 +43,7 @@ needs_scipy = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
     """A YOLOS that takes everything for dogs, at places that depend on the picture."""
-    folder = tmp_path_factory.mktemp("yolos")
-    torch.manual_seed(0)
-    model = YolosForObjectDetection(YolosConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=[32, 32], patch_size=8,
-        num_detection_tokens=QUERIES, initializer_range=0.5, id2label=NAMES, label2id={v: k for k, v in NAMES.items()}))
-    head = model.class_labels_classifier.layers[-1]
-    torch.nn.init.normal_(head.weight, std=0.02)
-    head.bias.data[1] = 6.0
-    model.save_pretrained(folder)
-    YolosImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-    return str(folder)
+    return str(tiny_yolos.save(tmp_path_factory.mktemp("yolos"), tiny_yolos.sure_of_1(NAMES, QUERIES)))
 
 
 @pytest.fixture(scope="module")
