@@ -102,7 +102,7 @@ class Controller:
                 f"reward.{name}", pool.replicas, self._spawner(
                     self.reward_class, pool, f"reward.{name}",
                     (name, reward.spec(name), reward.options, reward.self_test, pool.nice,
-                     scope_of(name, reward)), reward.environment),
+                     scope_of(name, reward), config.sampling.group_size), reward.environment),
                 prepare=_ready, start_hint=start_hint(name, reward.environment), rest_s=5.0, **common)
             self.pools.append(rewards[name])
         if not self.colocated:

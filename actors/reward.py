@@ -22,10 +22,12 @@ class RewardActor:
         spec: what the registry is asked for: a reward's name, or `module:attribute`.
         self_test: score known pictures first; RewardError where that goes wrong.
         scope: what the driver takes the reward's scope for, "sample" or "group".
+        group_size: images in a group of the run.
     """
 
     def __init__(
-        self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None
+        self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None,
+        group_size: int = 1,
     ) -> None:
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
@@ -36,6 +38,9 @@ class RewardActor:
             if scope is not None and self._reward.scope != scope:
                 raise RewardError(f"reward {name} is scored per {self._reward.scope}, and the run takes it for one that is "
                                   f"scored per {scope}: its module has to be importable where the run is started, too")
+            if self._reward.scope == "group" and group_size > (self._reward.max_group or group_size):
+                raise RewardError(f"reward {name} scores groups of {self._reward.max_group} images at most, and "
+                                  f"sampling.group_size is {group_size}")
             if self_test:
                 self._reward.self_test()
         except ImportError as error:

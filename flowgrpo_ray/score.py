@@ -154,11 +154,6 @@ def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collecti
             picture.error = "; ".join([*filter(None, [picture.error]), f"{name}: {type(error).__name__}: {message_of(error)}"])
         return False
     scores = renamed(given, reward.name, name)
-    if len(scores) < len(given):
-        again = [key for one in given for key in renamed({one: given[one]}, reward.name, name)]
-        twice = next(key for key in again if again.count(key) > 1)
-        raise ConfigError(f"reward {name} gives two scores that would both be named {twice!r} (it gives {', '.join(given)}); "
-                          "give one of them another name")
     for key, values in scores.items():
         if key in TABLE_COLUMNS:
             raise ConfigError(f"reward {name} gives a score named {key!r}, which is a column of the table; give it another "

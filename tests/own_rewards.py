@@ -61,9 +61,9 @@ def depends_on_batch(images, prompts, metadata):
 depends_on_batch.batch_invariant = True
 
 
-def clash(images, prompts, metadata):
-    """A monitor with the name of another reward."""
-    return {"clash": brightness(images, prompts, metadata), "jpeg_compressibility": [1.0] * len(images)}
+def jpeg(images, prompts, metadata):
+    """Its monitor is named as another reward: jpeg_compressibility."""
+    return {"jpeg": brightness(images, prompts, metadata), "compressibility": [1.0] * len(images)}
 
 
 def hopeless(images, prompts, metadata):

@@ -32,7 +32,7 @@ class Bench:
             def spawn(index, incarnation, name=name, reward=reward):
                 options = actor_options(self.config.reward_pool(name), f"{id(self)}-{name}-{index}-{incarnation}")
                 return ray.remote(RewardActor).options(**options).remote(
-                    name, reward.spec(name), reward.options, reward.self_test)
+                    name, reward.spec(name), reward.options, reward.self_test, group_size=self.config.sampling.group_size)
             self.pools[name] = ActorPool(
                 f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
                 start_timeout_s=self.start_timeout_s, max_deaths=self.max_deaths, rest_s=0.2)
@@ -59,8 +59,8 @@ class Bench:
         return [self.results[key] for key in sorted(self.results)]
 
 
-def config_of(rewards: dict, **pools) -> Config:
-    return load(None, {"rewards": rewards, "pools.reward": {name: {"num_cpus": 0.1} for name in rewards}})
+def config_of(rewards: dict, **more) -> Config:
+    return load(None, {"rewards": rewards, "pools.reward": {name: {"num_cpus": 0.1} for name in rewards}, **more})
 
 
 def pictures(n, seed=0, victim=None):

@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_reward(tmp_path, prompts):
     assert [row["path"].rpartition("/")[2] for row in rows] == ["00_00.png", "00_01.png", "01_00.png"], "the grid is no sample"
     expected = rewards.get(JPEG).score(images[:3], [""] * 3, [{}] * 3)[JPEG]
     assert [row[JPEG] for row in rows] == [float(value) for value in expected]
-    assert [row["length"] for row in rows] == [14.0, 14.0, 13.0] and [row["wide"] for row in rows] == [24.0] * 3
+    assert [row["length"] for row in rows] == [14.0, 14.0, 13.0] and [row["length_wide"] for row in rows] == [24.0] * 3
     assert [row["error"] for row in rows] == [None] * 3
     assert f"mean {JPEG}: {expected.mean():.4f} of 3 images" in result.stdout
 
@@ -123,7 +123,7 @@ def test_pictures_that_would_be_read_wrongly_are_refused(tmp_path):
 
 def test_scores_of_one_name_are_refused(tmp_path):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
-    result = cli(folder, "--reward", JPEG, "--reward", "own_rewards:clash", "--prompt", "x", code=2)
+    result = cli(folder, "--reward", JPEG, "--reward", "own_rewards:jpeg", "--prompt", "x", code=2)
     assert f"gives a score named '{JPEG}', which another reward has given" in result.stderr
     result = cli(folder, "--reward", "own_rewards:length", "--reward", "scoring_bench:length", "--prompt", "x", code=2)
     assert "would both be named length" in result.stderr
@@ -134,10 +134,10 @@ import numpy as np
 from flowgrpo_ray.rewards import Reward
 
 def error(images, prompts, metadata): return [1.0] * len(images)
-def tells(images, prompts, metadata, *, key="path"): return {"tells": [1.0] * len(images), key: [2.0] * len(images)}
 def bs(images, prompts, metadata, *, batch_size=None):
     return {"bs": [1.0] * len(images), "together": [float(len(images))] * len(images)}
 def fails(images, prompts, metadata): raise IndexError("lost")
+def monitor_fails(images, prompts, metadata): raise IndexError("lost")
 def monitor(images, prompts, metadata): return {"monitor": [1.0] * len(images), "fails": [2.0] * len(images)}
 class Mute(Exception):
     def __str__(self): raise KeyError("no words")
@@ -175,10 +175,8 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("names", "options", "message"), [
     (["error"], [], "gives a score named 'error', which is a column of the table; .*another name"),
-    (["tells"], [], "gives a score named 'path', which is a column of the table; .*another name"),
-    (["tells"], ["key=prompt"], "gives a score named 'prompt', which is a column"),
-    (["fails", "monitor"], [], "gives a score named 'fails', which another reward has given"),
-    (["monitor", "fails"], [], "gives a score named 'fails', which another reward has given"),
+    (["monitor_fails", "monitor"], [], "gives a score named 'monitor_fails', which another reward has given"),
+    (["monitor", "monitor_fails"], [], "gives a score named 'monitor_fails', which another reward has given"),
     (["Two"], [], "gives two scores that would both be named 'Two_same'"),
     (["bs", "bs"], [], "--reward pk_score.sub.m:bs is there twice"),
     (["fails", "bs"], ["pk_score.sub.n:bs.batch_size=2"], "of the form reward.key=value"),
@@ -201,7 +199,7 @@ def test_an_option_goes_to_a_reward_of_a_dotted_module(tmp_path, own):
     for others in [["--reward", JPEG], []]:
         cli(folder, *others, "--reward", f"{own}:bs", "--option", f"{own}:bs.batch_size=2", "--prompt", "x",
             "--out", tmp_path / "s.csv")
-        assert csv.read_csv(tmp_path / "s.csv")["together"].to_pylist() == [2, 2, 1]
+        assert csv.read_csv(tmp_path / "s.csv")["bs_together"].to_pylist() == [2, 2, 1]
 
 
 def test_an_error_without_readable_words_is_the_picture_s_alone(tmp_path, own):
@@ -234,7 +232,7 @@ def test_a_table_that_cannot_be_written_is_found_before_scoring(tmp_path, own, p
 def test_a_table_of_before_stays_until_it_is_replaced(tmp_path, own):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
     (tmp_path / "s.csv").write_text("before")
-    cli(folder, "--reward", f"{own}:tells", "--prompt", "x", "--out", tmp_path / "s.csv", code=2)
+    cli(folder, "--reward", f"{own}:error", "--prompt", "x", "--out", tmp_path / "s.csv", code=2)
     assert (tmp_path / "s.csv").read_text() == "before"
 
 

@@ -120,6 +120,7 @@ class Reward(ABC):
         needs: what it reads beside the image: "prompt", names of metadata keys, "server".
         packages: distributions that scoring imports, as `pip install` names them.
         licence: of the weights (and of the code, where it is another), for people.
+        max_group: the largest group that a reward of scope "group" scores; None: any. An instance may set its own.
         batch_size: images per forward pass; the option of that name, where there is one, says otherwise.
         batch_invariant: a score has the same bits whatever else is in the batch; `self_test` checks it. Such a reward's
             calls may be filled up with images of several shards.
@@ -135,6 +136,7 @@ class Reward(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     packages: ClassVar[tuple[str, ...]] = ()
     licence: ClassVar[str] = ""
+    max_group: int | None = None
     batch_size: ClassVar[int] = 16
     batch_invariant: ClassVar[bool] = False
     description: ClassVar[str] = ""
@@ -325,10 +327,20 @@ def check_range(values: np.ndarray, name: str, bounds: tuple[float, float]) -> N
 
 
 def renamed(scores: Mapping[str, np.ndarray], kind: str, name: str) -> dict[str, np.ndarray]:
-    """Scores of a reward of `kind` that is configured as `name`: `ocr_exact` of `reader` is `reader_exact`."""
-    if kind == name:
-        return dict(scores)
-    return {name if key == kind else f"{name}_{key.removeprefix(f'{kind}_')}": values for key, values in scores.items()}
+    """Scores of a reward of `kind` that is configured as `name`: its own as `name`, every monitor as `name_…`, so that two
+    rewards can use one word. `ocr_exact` of `reader` is `reader_exact`.
+
+    Raises:
+        ConfigError: two of them would have one name.
+    """
+    out: dict[str, np.ndarray] = {}
+    for key, values in scores.items():
+        new = name if key == kind else f"{name}_{key.removeprefix(f'{kind}_')}"
+        if new in out:
+            raise ConfigError(f"reward {name} gives two scores that would both be named {new!r} (it gives "
+                              f"{', '.join(scores)}); give one of them another name")
+        out[new] = values
+    return out
 
 
 def prompt_problem(name: str, cls: type[Reward], record: PromptRecord, options: Mapping[str, Any]) -> str | None:

@@ -194,6 +194,7 @@ class RemoteReward(Reward):
         served = self._client.health
         if self.settings["score"] in (None, served["name"]):  # of its other scores a server declares no range
             self.range = self._client.range
+        self.max_group = served.get("max_batch")
         if served["scope"] != self.scope:
             right = "remote_group" if served["scope"] == "group" else "remote"
             raise RewardError(f"reward {self.name}: {self._client.url} serves {served['name']}, which is scored per "

@@ -63,7 +63,7 @@ def test_batch_invariant_rewards_are_filled_up_and_score_the_same(ray_cluster):
         scores = bench.finish(12)
     for batch, s in zip(images, scores, strict=True):
         assert s.scores["fillable"].tolist() == own_rewards.brightness(batch, None, None).tolist()
-    sizes = np.concatenate([s.scores["batch"] for s in scores])
+    sizes = np.concatenate([s.scores["fillable_batch"] for s in scores])
     assert sizes.max() == 15 and sizes.min() >= 3, "up to 16 images, in whole shards of 3"
 
 
@@ -88,7 +88,7 @@ def test_a_slow_replica_holds_up_only_the_call_that_it_is_at(ray_cluster, tmp_pa
         for number in range(8):
             bench.submit(pictures(2, number), group=number)
         scores = bench.finish(8)
-    pids = [int(s.scores["pid"][0]) for s in scores]
+    pids = [int(s.scores["slow_on_one_actor_pid"][0]) for s in scores]
     assert pids.count(int((tmp_path / "slow").read_text())) == 1
     for number, s in enumerate(scores):
         assert np.allclose(s.scores["slow_on_one_actor"], own_rewards.brightness(pictures(2, number), None, None))
@@ -192,10 +192,10 @@ def test_a_self_test_that_fails_stops_the_start(ray_cluster):
 
 def test_two_scores_of_one_name_stop_the_run(ray_cluster):
     for weight in (1.0, 0.0):
-        rewards = {"jpeg_compressibility": {}, "clash": own("clash", weight=weight)}
+        rewards = {"jpeg_compressibility": {}, "jpeg": own("jpeg", weight=weight)}
         with Bench(config_of(rewards)) as bench:
             bench.submit(pictures(2))
-            with pytest.raises(FlowGrpoError, match="rewards jpeg_compressibility and clash both give a score named 'jpeg_"):
+            with pytest.raises(FlowGrpoError, match="rewards jpeg_compressibility and jpeg both give a score named 'jpeg_"):
                 bench.finish(1)
 
 
@@ -205,7 +205,7 @@ def test_batch_invariance_that_is_only_said_stops_the_start(ray_cluster):
     with Bench(config_of({"fillable": own("fillable", self_test=False)})) as bench:  # not checked, so not made use of
         for number in range(4):
             bench.submit(pictures(3, number), group=number)
-        assert {size for s in bench.finish(4) for size in s.scores["batch"]} == {3.0}
+        assert {size for s in bench.finish(4) for size in s.scores["fillable_batch"]} == {3.0}
 
 
 def test_an_error_that_cannot_travel_tells_its_reason(ray_cluster, caplog):

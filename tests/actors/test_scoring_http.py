@@ -30,12 +30,12 @@ def is_victim(image: np.ndarray) -> bool:
 class RewardService:
     """What a `remote` reward talks to: the share of red, and `fault` where the marked image is in the request."""
 
-    def __init__(self, fault=None):
-        self.fault = fault
+    def __init__(self, fault=None, **health):
+        self.fault, self.health = fault, {"name": "red", "scope": "sample", "range": [0, 255], "max_batch": None} | health
 
     def __call__(self, method, path, body):
         if path == "/health":
-            return 200, {"name": "red", "scope": "sample", "range": [0, 255], "max_batch": None}
+            return 200, self.health
         if path == "/v1/self_test":
             return 200, None
         images = [from_png(text) for text in body["images"]]
@@ -68,6 +68,16 @@ class ChatService:
                         "close": (200, Server.CLOSE)}[self.fault]
             reply = {"empty": "", "unparsable": "I like it", "outside": '{"score": 11}', "nan": '{"score": NaN}'}[self.fault]
         return 200, {"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]}
+
+
+def test_a_group_that_the_server_does_not_take_is_found_when_the_actor_starts(ray_cluster):
+    with serving(RewardService(scope="group", max_batch=4)) as server:
+        rewards = {"groups": {"type": "remote_group", "options": {"url": server.url}}}
+        with pytest.raises(FlowGrpoError, match="groups scores groups of 4 images at most, and sampling.group_size is 8"):
+            Bench(config_of(rewards, **{"sampling.group_size": 8})).__enter__()
+        with Bench(config_of(rewards, **{"sampling.group_size": 4, "sampling.micro_batch": 4})) as bench:
+            bench.submit(pictures(4))
+            assert bench.finish(1)[0].valid.all()
 
 
 def remote(url, **more):
