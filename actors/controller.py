@@ -98,11 +98,11 @@ class Controller:
         rewards = {}
         for name, reward in config.rewards.items():
             pool = config.reward_pool(name)
+            args = (name, reward.spec(name), reward.options, reward.self_test, pool.nice, scope_of(name, reward),
+                    config.sampling.group_size, pool.num_gpus > 0, config.model.cpu_threads)
             rewards[name] = ActorPool(
                 f"reward.{name}", pool.replicas, self._spawner(
-                    self.reward_class, pool, f"reward.{name}",
-                    (name, reward.spec(name), reward.options, reward.self_test, pool.nice,
-                     scope_of(name, reward), config.sampling.group_size), reward.environment),
+                    self.reward_class, pool, f"reward.{name}", args, reward.environment),
                 prepare=_ready, start_hint=start_hint(name, reward.environment), rest_s=5.0, **common)
             self.pools.append(rewards[name])
         if not self.colocated:
@@ -131,7 +131,8 @@ class Controller:
     ) -> Callable[[int, int], Any]:
         def spawn(index: int, incarnation: int) -> Any:
             options = actor_options(pool, f"{self.recorder.run_id}-{name}-{index}-{incarnation}", environment=environment,
-                                    start_timeout_s=self.config.pools.start_timeout_s)
+                                    start_timeout_s=self.config.pools.start_timeout_s,
+                                    cpu_threads=self.config.model.cpu_threads)
             return ray.remote(actor_class).options(**options).remote(*args)
         return spawn
 
@@ -161,6 +162,7 @@ class Controller:
         """Sample, score, learn and publish one step; returns its row."""
         started = time.perf_counter()
         self._reset_clocks()
+        self._forgive_deaths()
         board, updates = StepBoard(self.config, plan, self.learners.world_size), []
         self.scoring.expect(sum(len(shard.samples) for group in plan.groups for shard in group.shards))
         self.learners.cast("begin_step", plan)
@@ -308,6 +310,7 @@ class Controller:
     def evaluate(self, step: int) -> Row:
         """Evaluate raw and EMA weights at fixed seeds, and record their grids."""
         started, row = time.perf_counter(), {}
+        self._forgive_deaths()
         self._need_negatives({text for shard in plan_evaluation(self.config, self.inputs.eval)
                               if (text := evaluation_negative(self.config, shard)) is not None})
         row |= self._evaluate("policy", step)
@@ -328,6 +331,10 @@ class Controller:
         prompts = [self.inputs.eval[p].prompt for s in run.shards for p, _ in s.items[: len(s.items) - s.padding]]
         self.recorder.grid(weights, step, [run.pngs[i] for i in sorted(run.pngs)], prompts[: len(run.pngs)])
         return run.row()
+
+    def _forgive_deaths(self) -> None:
+        for pool in self.pools:
+            pool.forgive_deaths()
 
     def _reset_clocks(self) -> None:
         self._learner_seconds = self._learner_peak = self.sampling.peak_memory = 0

@@ -16,7 +16,7 @@ from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.lora import LoraSettings
-from flowgrpo_ray.preflight import Inputs
+from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.samples import png_grid
 from flowgrpo_ray.trajectory import Arrays
 
@@ -26,13 +26,22 @@ def evaluation_config(config: Config, settings: LoraSettings | None) -> Config:
 
     Under colocated placement the rollout actors take the place and the resources of the learner ranks.
 
+    Rewards that score whole groups take no part.
+
     Raises:
-        ConfigError: the configuration names no evaluation prompts.
+        ConfigError: the configuration names no evaluation prompts, or no reward that scores images one by one.
     """
     if not config.data.eval_prompts:
         raise ConfigError("data.eval_prompts is not set: name the prompt file to evaluate on, for example "
                           "data.eval_prompts=prompts/test.txt")
     tree = config.model_dump(mode="json")
+    of_groups = [name for name, reward in config.rewards.items() if scope_of(name, reward) == "group"]
+    if len(of_groups) == len(config.rewards) > 0:
+        raise ConfigError(f"rewards: {', '.join(of_groups)} score whole groups; an evaluation needs a reward that scores "
+                          "images one by one")
+    for name in of_groups:
+        del tree["rewards"][name]
+        tree["pools"]["reward"].pop(name, None)
     pools = tree["pools"]
     if pools["placement"] == "colocated":
         shared = ("replicas", "num_cpus", "num_gpus", "label_selector", "env", "nice")

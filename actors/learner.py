@@ -110,7 +110,8 @@ class LearnerGroup:
         self.group = place_learners(config)
         tree = config.model_dump(mode="json")
         remote = ray.remote(actor_class)
-        options = [actor_options(pool, f"{run_id}-learner-{rank}", self.group, rank) for rank in range(self.world_size)]
+        options = [actor_options(pool, f"{run_id}-learner-{rank}", self.group, rank, cpu_threads=config.model.cpu_threads)
+                   for rank in range(self.world_size)]
         self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}
         self._last_progress = time.monotonic()

@@ -21,14 +21,15 @@ log = logging.getLogger(__name__)
 
 def actor_options(
     pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0, *,
-    environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0,
+    environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0, cpu_threads: int = 1,
 ) -> dict[str, Any]:
     """Ray options of one actor. Never restarted by Ray: a restarted actor would hold no adapter; the pool respawns.
 
     An actor without a GPU sees none: current Ray would show it every GPU of the node. `environment` is one of the actor's
-    own, which Ray has `start_timeout_s` to make.
+    own, which Ray has `start_timeout_s` to make. Numeric libraries get `cpu_threads`: Ray would give them as many as the
+    actor reserves CPUs, and bits depend on it.
     """
-    env = dict(pool.env)
+    env = {"OMP_NUM_THREADS": str(cpu_threads), **pool.env}
     if pool.num_gpus == 0:
         env.setdefault("CUDA_VISIBLE_DEVICES", "")
     options: dict[str, Any] = {

@@ -93,7 +93,8 @@ class ActorPool:
         prepare: calls that the new actor has to answer before it gets work, each with a check of the answer that raises
             where it is wrong (a rollout actor loads and proves the current adapter here).
         depth: calls in flight per actor; 2 hides the driver's latency.
-        max_deaths: deaths in the run before the pool gives up.
+        max_deaths: more deaths than these, since the start or the last `forgive_deaths`, and the pool gives up. What hangs is
+            not counted: its task fails, and what that means is for the task's owner to say.
         start_hint: ends the error for an actor that was not ready in time.
         rest_s: an actor that replaces another and cannot start is tried again after so many seconds, twice as many each time,
             60 s at most; where no other actor is left, the tasks that waited for it fail with `NoActorError`. None: the first
@@ -111,6 +112,7 @@ class ActorPool:
         self._start_hint, self._rest = start_hint, rest_s
         self._queue: list[Task] = []
         self.counts: Counter[str] = Counter()  # deaths, timeouts, failed_starts, late_answers
+        self._forgiven = 0  # deaths
         self._incarnation = 0
         self._late: list[ray.ObjectRef] = []
         self.members = [self._new_member(index) for index in range(replicas)]
@@ -134,6 +136,10 @@ class ActorPool:
                 raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
             member.starting = [*member.starting, *prepare(member.handle)]
             member.start_deadline = time.monotonic() + self._start_timeout
+
+    def forgive_deaths(self) -> None:
+        """A new step: deaths so far do not count against `max_deaths` any more."""
+        self._forgiven = self.counts["deaths"]
 
     @property
     def all_ready(self) -> bool:
@@ -334,8 +340,9 @@ class ActorPool:
     def _replace(self, member: _Member, why: str = "died") -> None:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
-        if self.counts["deaths"] + self.counts["timeouts"] > self._max_deaths:
-            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died (pools.max_actor_deaths)")
+        if self.counts["deaths"] - self._forgiven > self._max_deaths:
+            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died within one step "
+                                "(pools.max_actor_deaths)")
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()

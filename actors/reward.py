@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 
 import numpy as np
@@ -23,11 +24,13 @@ class RewardActor:
         self_test: score known pictures first; RewardError where that goes wrong.
         scope: what the driver takes the reward's scope for, "sample" or "group".
         group_size: images in a group of the run.
+        on_gpu: the actor was given a GPU; RewardError where the reward does not use it.
+        cpu_threads: torch threads, since bits depend on it.
     """
 
     def __init__(
         self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None,
-        group_size: int = 1,
+        group_size: int = 1, on_gpu: bool = False, cpu_threads: int = 1,
     ) -> None:
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
@@ -41,6 +44,9 @@ class RewardActor:
             if self._reward.scope == "group" and group_size > (self._reward.max_group or group_size):
                 raise RewardError(f"reward {name} scores groups of {self._reward.max_group} images at most, and "
                                   f"sampling.group_size is {group_size}")
+            if on_gpu and self._reward.device == "any" and (problem := self._reward.gpu_problem()):
+                raise RewardError(f"the actor of reward {name} was given a GPU (pools.reward.{name}.num_gpus), and {problem}")
+            _settle_torch(cpu_threads)
             if self_test:
                 self._reward.self_test()
         except ImportError as error:
@@ -78,6 +84,14 @@ class RewardActor:
     def ready(self) -> int:
         """Answers with the process id once the constructor is through."""
         return os.getpid()
+
+
+def _settle_torch(threads: int) -> None:
+    """Where torch is at work here: the settings that bits on a CPU depend on, as in the other actors (flowgrpo_ray/device.py).
+    A later import takes the thread count from OMP_NUM_THREADS."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)
 
 
 def _travels(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError, described
 from flowgrpo_ray.preflight import known_class
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.rewards.base import batch_size_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Scoring:
         self._owners: dict[str, str] = {name: name for name in config.rewards}  # which reward gives the score of a name
         # Images that one call of a batch-invariant reward is filled up to; what its self-test has not checked is not believed.
         self._fill = {
-            name: int(config.rewards[name].options.get("batch_size") or cls.batch_size) for name, cls in classes.items()
+            name: batch_size_of(cls, config.rewards[name].options) for name, cls in classes.items()
             if cls is not None and cls.batch_invariant and cls.scope == "sample" and config.rewards[name].self_test}
         self._groups: dict[tuple[str, tuple], list[_Shard]] = {}  # shards of groups that are not whole yet
 

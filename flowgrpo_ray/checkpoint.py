@@ -24,11 +24,11 @@ from safetensors.numpy import load as _load_safetensors
 from safetensors.numpy import save as _save_safetensors
 
 from flowgrpo_ray import storage
+from flowgrpo_ray.config import result_tree
 from flowgrpo_ray.errors import CheckpointError, nearest
 
 FORMAT_VERSION = 1
 TOKEN = "state.json"
-UNHASHED_SECTIONS = ("run", "pools", "logging", "checkpoint")  # what Config.result_hash leaves out
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def check_compatible(
             saved = yaml.safe_load(storage.read_bytes(saved_uri)) or {}
         except yaml.YAMLError as error:
             raise CheckpointError(f"{message}, and {storage.display(saved_uri)} is damaged: {error}") from None
-        changes = diff_trees(_hashed(saved), _hashed(config))
+        changes = diff_trees(result_tree(saved), result_tree(config))
         if changes:
             message += " (saved -> now):\n  " + "\n  ".join(changes)
     raise CheckpointError(
@@ -245,10 +245,6 @@ def diff_trees(old: Any, new: Any, prefix: str = "") -> list[str]:
         return lines
     old, new = (list(value) if isinstance(value, tuple) else value for value in (old, new))
     return [] if old == new else [f"{prefix}: {old!r} -> {new!r}"]
-
-
-def _hashed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if key not in UNHASHED_SECTIONS}
 
 
 def _steps(run_dir: str) -> list[int]:

@@ -1,7 +1,8 @@
 """The configuration: one typed tree over YAML, every field documented, every mistake named before an actor starts.
 
 What can change the result lives outside `pools`: `result_hash` covers every section but `run`, `pools`, `logging` and
-`checkpoint`, and a checkpoint made under another hash is not resumed.
+`checkpoint` (and of the rewards not how they are waited for and where their servers are), and a checkpoint made under another
+hash is not resumed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards import known_rewards
+from flowgrpo_ray.rewards import known_rewards, reward_class
 from flowgrpo_ray.sections import (
     AdvantageConfig,
     CheckpointConfig,
@@ -35,6 +37,8 @@ from flowgrpo_ray.sections import (
     TrainConfig,
 )
 
+RUN_SECTIONS = ("run", "pools", "logging", "checkpoint")  # where and how it runs
+RUN_REWARD_KEYS = ("timeout_s", "retries", "max_failure_rate", "self_test", "environment")
 REWARD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -169,8 +173,24 @@ class Config(Section):
 
     def result_hash(self) -> str:
         """sha256 over all that can change the result."""
-        tree = self.model_dump(mode="json", exclude={"run", "pools", "logging", "checkpoint"})
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(result_tree(self.model_dump(mode="json")), sort_keys=True).encode()).hexdigest()
+
+
+def result_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a plain configuration can change the result: all but where and how it runs, how rewards are waited for, and
+    where their servers are."""
+    out = {key: value for key, value in tree.items() if key not in RUN_SECTIONS}
+    return out | {"rewards": {name: _result_of(name, reward) for name, reward in (tree.get("rewards") or {}).items()}}
+
+
+def _result_of(name: str, reward: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        known = reward_class(reward.get("python") or reward.get("type") or name).options
+    except ConfigError:  # code of one's own that is not here
+        known = {}
+    options = {key: value for key, value in (reward.get("options") or {}).items()
+               if key not in known or not known[key].infrastructure}
+    return {key: value for key, value in reward.items() if key not in RUN_REWARD_KEYS} | {"options": options}
 
 
 def divisors(n: int) -> list[int]:

@@ -76,6 +76,9 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
     if cls.video:
         problems.append(f"rewards.{name}: reward {cls.name} scores videos; training samples images"
                         + nearest(cls.name.removeprefix("video_"), [r for r in known_rewards() if r != cls.name]))
+    if cls.device == "cpu" and (gpus := config.reward_pool(name).num_gpus):
+        problems.append(f"pools.reward.{name}.num_gpus is {gpus:g}, and reward {cls.name} works on the CPU; the nearest right "
+                        "value is 0")
     settings, size = settings_of(cls, reward.options), config.sampling.group_size
     if (wait := cls.longest_wait(settings)) >= reward.timeout_s:
         problems.append(f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take "

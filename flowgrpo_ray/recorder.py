@@ -12,7 +12,7 @@ import yaml
 
 from flowgrpo_ray import checkpoint, claim, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
-from flowgrpo_ray.config import Config, to_yaml
+from flowgrpo_ray.config import Config, result_tree, to_yaml
 from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.plan import StepPlan
@@ -118,9 +118,7 @@ class Recorder:
         """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
         uri = storage.join(self.run_dir, "config.yaml")
         saved = yaml.safe_load(storage.read_bytes(uri)) if storage.size(uri) is not None else {}
-        changes = [c for c in checkpoint.diff_trees(saved or {}, tree)
-                   if not c.startswith(tuple(f"{s}." for s in checkpoint.UNHASHED_SECTIONS))]
-        if changes:
+        if changes := checkpoint.diff_trees(result_tree(saved or {}), result_tree(tree)):
             raise CheckpointError(f"{storage.display(self.run_dir)} holds a run under another configuration and no checkpoint "
                                   "of it (saved -> now):\n  " + "\n  ".join(changes) + "\nchoose another run.name")
 

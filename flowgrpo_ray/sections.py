@@ -201,7 +201,7 @@ class PoolsConfig(Section):
         "split", description="split: rollout and learner actors apart; colocated: each learner rank samples too")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for actors to be placed and ready")
     autoscaling: bool = Field(False, description="The cluster can grow: wait start_timeout_s for resources")
-    max_actor_deaths: NonNegative = Field(16, description="Rollout and reward actor deaths in the run before it stops")
+    max_actor_deaths: NonNegative = Field(16, description="More deaths of one pool's actors in one step stop the run")
     rollout: RolloutPool = Field(default_factory=RolloutPool, description="Rollout actors (split placement)")
     learner: LearnerPool = Field(default_factory=LearnerPool, description="Learner ranks (and, colocated, samplers)")
     reward: dict[str, PoolConfig] = Field(default_factory=dict, description="Reward actors, by reward name")

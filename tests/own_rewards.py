@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from flowgrpo_ray.rewards import Reward
+from flowgrpo_ray.rewards import Option, Reward, SelfTest
 
 VICTIM = (201, 7, 99)  # the first pixel of the image that goes wrong
 
@@ -33,6 +33,28 @@ def rank_in_group(images, prompts, metadata, group_ids):
 
 rank_in_group.scope = "group"
 rank_in_group.range = (0.0, 1.0)
+
+
+def threads(images, prompts, metadata):
+    """Threads that numeric libraries get here: by torch, and by the environment."""
+    import torch
+
+    return {"threads": [torch.get_num_threads()] * len(images), "omp": [float(os.environ["OMP_NUM_THREADS"])] * len(images)}
+
+
+class Limited(Reward):
+    """Takes two images at once, as its option says."""
+
+    name = "limited"
+    range = (0.0, 255.0)
+    batch_invariant = True
+    options = {"batch_size": Option(2, "Images at once", kind=int, minimum=1)}
+
+    def self_test_case(self):
+        return SelfTest(np.zeros((2, 8, 8, 3), np.uint8), ("", ""), ordered=False)
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {"limited": brightness(images, prompts, metadata), "together": np.full(len(images), float(len(images)))}
 
 
 def fillable(images, prompts, metadata):

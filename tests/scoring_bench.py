@@ -30,9 +30,12 @@ class Bench:
         self.pools = {}
         for name, reward in self.config.rewards.items():
             def spawn(index, incarnation, name=name, reward=reward):
-                options = actor_options(self.config.reward_pool(name), f"{id(self)}-{name}-{index}-{incarnation}")
+                threads = self.config.model.cpu_threads
+                options = actor_options(self.config.reward_pool(name), f"{id(self)}-{name}-{index}-{incarnation}",
+                                        cpu_threads=threads)
                 return ray.remote(RewardActor).options(**options).remote(
-                    name, reward.spec(name), reward.options, reward.self_test, group_size=self.config.sampling.group_size)
+                    name, reward.spec(name), reward.options, reward.self_test, cpu_threads=threads,
+                    group_size=self.config.sampling.group_size)
             self.pools[name] = ActorPool(
                 f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
                 start_timeout_s=self.start_timeout_s, max_deaths=self.max_deaths, rest_s=0.2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flowgrpo_ray import checkpoint, storage
-from flowgrpo_ray.config import Config
+from flowgrpo_ray.config import RUN_SECTIONS, Config
 from flowgrpo_ray.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("ieee_floats")
@@ -177,7 +177,7 @@ def test_sections_outside_the_hash_are_those_that_the_config_leaves_out():
     assert set(other) == set(Config.model_fields)
     same = {name for name, section in other.items()
             if Config(**{"rewards": {"ocr": {}}, name: section}).result_hash() == base.result_hash()}
-    assert same == set(checkpoint.UNHASHED_SECTIONS)
+    assert same == set(RUN_SECTIONS)
 
 
 def test_prune(run_dir):

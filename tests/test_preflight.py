@@ -62,6 +62,8 @@ URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/
     ({"python": "own_rewards:brightness", "options": {"scale": float("nan")}},
      ["rewards.far.options: reward brightness: option scale is nan, not a finite number"]),
     ({"type": "video_ocr"}, ["rewards.far: reward video_ocr scores videos; training samples images; did you mean ocr?"]),
+    ({"python": "own_rewards:Limited"},
+     ["pools.reward.far.num_gpus is 0.5, and reward limited works on the CPU; the nearest right value is 0"]),
     ({"python": "own_rewards:brightness", "weight": 1e300},
      ["rewards.far.weight is 1e+300; the largest right magnitude is 1e+06"]),
     ({"python": "own_rewards:brightness", "weight": -2e6}, ["rewards.far.weight is -2e+06"]),
@@ -70,7 +72,8 @@ URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/
 ])
 def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
     with pytest.raises(ConfigError) as error:
-        check(small_config(tmp_path, "x", overrides={"rewards.far": reward}))
+        gpus = {"pools.reward.far.num_gpus": 0.5} if reward.get("python", "").endswith("Limited") else {}
+        check(small_config(tmp_path, "x", overrides={"rewards.far": reward, **gpus}))
     assert all(message in str(error.value) for message in messages), error.value
 
 

@@ -20,6 +20,7 @@ from flowgrpo_ray.trajectory import GroupScores
 
 STDS = ("group", "global", "none")
 COMBINATIONS = ("sum", "gdpo")
+ROUNDING = 1e-12  # a smaller difference, relative to the numbers themselves, is what sums round
 
 
 def group_advantages(
@@ -92,8 +93,11 @@ def combine(
         if mode == "gdpo":
             values = group_advantages(values, group_ids, eps=eps, valid=mask)
         total += weight * np.where(mask, values, 0.0)
-    if mode == "gdpo" and total.any():
-        total = total / (total[mask].std() + eps)
+    if mode == "gdpo":
+        # What cancels to rounding noise has no spread: dividing by its size would make a signal of it.
+        total = np.where(np.abs(total) <= ROUNDING * max(map(abs, used.values())), 0.0, total)
+        if total.any():
+            total = total / (total[mask].std() + eps)
     return total
 
 
@@ -203,7 +207,7 @@ def _history_advantages(
     whole = rewards[valid].std() if valid.any() else 0.0
     for group in groups:
         count, mean, spread = history.stats(prompts[group])
-        if count < 2 or spread == 0:
+        if count < 2 or spread <= ROUNDING * abs(mean):
             continue
         members = (ids == group) & valid
         divisor = {"group": spread + options.eps, "global": whole + options.eps, "none": 1.0}[options.std]
@@ -236,7 +240,7 @@ def _groups(group_ids: Any, count: int) -> list[np.ndarray]:
 
 def _without_spread(group: np.ndarray) -> bool:
     """No two rewards differ by more than a weighted sum rounds; a mean of equals may miss them by a bit."""
-    return len(group) < 2 or bool(np.ptp(group) <= 1e-12 * np.abs(group).max())
+    return len(group) < 2 or bool(np.ptp(group) <= ROUNDING * np.abs(group).max())
 
 
 def _clip(advantages: np.ndarray, clip: float | None) -> np.ndarray:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Option:
 
     `choices`, where given, are all the values it can take. Otherwise the value is of `kind`; None is right only where
     it is the default. `minimum` is the smallest number. Numbers are finite, but for a default that is not.
+    `infrastructure`: it says where and how a server is asked. No score depends on it, so it may change when a run goes on.
     """
 
     default: Any
@@ -43,6 +44,7 @@ class Option:
     kind: type = str
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    infrastructure: bool = False
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, or None."""
@@ -110,6 +112,9 @@ class Reward(ABC):
     """A scorer of images. A subclass's module must be cheap to import: heavy packages are imported in `__init__`, which
     loads the model, so that options and prompts are checked before any actor starts.
 
+    Attributes of an instance:
+        settings: the options, defaults filled in; there before `__init__` runs.
+
     Class attributes:
         name: registry name, and the key of the optimised score.
         range: (lowest, highest) score; infinite where there is no bound. A score outside is an error: a sentinel such as -1
@@ -142,16 +147,23 @@ class Reward(ABC):
     description: ClassVar[str] = ""
     options: ClassVar[dict[str, Option]] = {}
 
-    def __init__(self, **options: Any) -> None:
-        """Check `options` and keep them, defaults filled in, as `self.settings`; a subclass then loads its model.
+    settings: dict[str, Any]
+
+    def __new__(cls, **options: Any) -> Self:
+        """Check the options and keep them.
 
         Raises:
             ConfigError: an unknown option or a wrong value; the nearest right one is named.
         """
-        problems = problems_of(type(self), options)
-        if problems:
+        if problems := problems_of(cls, options):
             raise ConfigError("\n".join(problems))
-        self.settings: dict[str, Any] = settings_of(type(self), options)
+        self = super().__new__(cls)
+        self.settings = settings_of(cls, options)
+        return self
+
+    def __init__(self, **options: Any) -> None:
+        """A subclass loads its model here."""
+        super().__init__()
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
@@ -175,6 +187,11 @@ class Reward(ABC):
         `options` are the reward's, where the answer depends on them; left out, the defaults hold.
         """
         return None
+
+    def gpu_problem(self) -> str | None:
+        """Why it does not work on the GPU that its actor was given, or None. Asked where `device` is "any"."""
+        torch = sys.modules.get("torch")
+        return "torch sees none: is this a CPU build of torch?" if torch and not torch.cuda.is_available() else None
 
     def self_test_case(self) -> SelfTest | None:
         """Pictures whose order is known under these settings; None where there are none."""
@@ -380,6 +397,12 @@ def batch_size_problem(value: Any) -> str | None:
     """What is wrong with a number of images per call, or None."""
     right = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return None if right else f"is {value!r}, not a whole number of images, 1 or more"
+
+
+def batch_size_of(cls: type[Reward], options: Mapping[str, Any]) -> int:
+    """Images that a reward takes at once: its option `batch_size`, where it has one that is not None, else its attribute."""
+    size = settings_of(cls, options).get("batch_size")
+    return cls.batch_size if size is None else size
 
 
 def settings_of(cls: type[Reward], options: Mapping[str, Any]) -> dict[str, Any]:

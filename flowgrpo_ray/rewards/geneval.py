@@ -47,7 +47,8 @@ class GenEval(Reward):
         "revision": Option(None, "With detector: its hub revision"),
         "class_names": Option({}, "With detector: its names for the prompts' classes, for example {tv: television}", kind=dict),
         **REMOTE_OPTIONS,
-        "url": Option(None, f"Score on a server: address of `flowgrpo-ray serve-reward geneval`, for example {EXAMPLE_URL}"),
+        "url": Option(None, f"Score on a server: address of `flowgrpo-ray serve-reward geneval`, for example {EXAMPLE_URL}",
+                      infrastructure=True),
         "batch_size": Option(None, "Images per request (default 16), or per forward pass of the detector (default 4)",
                              kind=int, minimum=1),
     }

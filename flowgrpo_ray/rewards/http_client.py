@@ -47,11 +47,11 @@ class _Seconds(Option):
 # Options of every reward that talks to a server.
 CONNECTION: dict[str, Option] = {
     "timeout_s": _Seconds(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
-                          "answer; an answer that is late is an error at once", kind=float, minimum=0.01),
+                          "answer; an answer that is late is an error at once", kind=float, minimum=0.01, infrastructure=True),
     "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
-                      "504; any other failure is final", kind=int, minimum=0),
+                      "504; any other failure is final", kind=int, minimum=0, infrastructure=True),
     "backoff_s": _Seconds(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
-                          kind=float, minimum=0),
+                          kind=float, minimum=0, infrastructure=True),
 }
 
 

@@ -102,8 +102,10 @@ class OcrReward(Reward):
         s = self.settings
         engine = s["engine"]
         paddleocr = ocr_models.import_paddleocr(engine)
-        gpu = s["device"] == "gpu" or (s["device"] == "auto" and ocr_models.has_gpu(engine))
-        common: dict[str, Any] = {"device": "gpu" if gpu else "cpu", "engine": engine}
+        self._gpu_problem = "option device is cpu" if s["device"] == "cpu" else ocr_models.gpu_problem(engine)
+        if s["device"] == "gpu" and self._gpu_problem:
+            raise RewardError(f"reward {self.name}: option device is gpu, and {self._gpu_problem}")
+        common: dict[str, Any] = {"device": "cpu" if self._gpu_problem else "gpu", "engine": engine}
         if engine == "onnxruntime":
             common["engine_config"] = {
                 "intra_op_num_threads": s["threads"], "inter_op_num_threads": 1, "log_severity_level": 3}
@@ -149,6 +151,10 @@ class OcrReward(Reward):
             input_shape=(3, 48, s["width"]) if s["width"] else None,
             **common,
         )
+
+    def gpu_problem(self) -> str | None:
+        """See `Reward.gpu_problem`."""
+        return self._gpu_problem
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:

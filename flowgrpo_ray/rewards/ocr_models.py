@@ -109,17 +109,24 @@ def model_dir(name: str) -> Path:
     return final
 
 
-def has_gpu(engine: str) -> bool:
-    """Whether this process sees a GPU and the engine's build can use it."""
+def gpu_problem(engine: str) -> str | None:
+    """Why an engine cannot work on a GPU in this process, or None where it can."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return False
+        return "the process sees none"
     if engine == "paddle":
         import paddle
 
-        return paddle.device.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+        if not paddle.device.is_compiled_with_cuda():
+            return "this paddlepaddle is a build for the CPU; paddlepaddle-gpu, from Paddle's own index, is one for GPUs"
+        return None if paddle.device.cuda.device_count() > 0 else "paddlepaddle sees none"
     import onnxruntime
 
-    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    cuda = "CUDAExecutionProvider"
+    if cuda not in onnxruntime.get_available_providers():
+        return "this onnxruntime is a build for the CPU; in its place run: pip install onnxruntime-gpu"
+    # Where CUDA's libraries are missing, onnxruntime says so in its log and takes the CPU: only a session shows it.
+    session = onnxruntime.InferenceSession(str(_wheel_file(RECOGNITION)), providers=[cuda])
+    return None if cuda in session.get_providers() else "onnxruntime cannot use CUDA here (its log says why)"
 
 
 def model_name(directory: Path, engine: str = "onnxruntime") -> str:

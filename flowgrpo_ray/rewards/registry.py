@@ -7,15 +7,14 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from importlib.metadata import entry_points
-from types import CodeType, FunctionType
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import numpy as np
 
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, described, nearest
 from flowgrpo_ray.rewards.base import (
     GroupIds,
     Metadata,
@@ -71,9 +70,9 @@ def register(name: str, cls: str | type[Reward]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _installed() -> dict[str, str]:
+def _installed() -> dict[str, EntryPoint]:
     """Rewards that other installed packages offer."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def known_rewards() -> list[str]:
@@ -93,13 +92,13 @@ def reward_class(name: str) -> type[Reward]:
     entry = _REGISTRY.get(name) or _installed().get(name)
     if entry is None:
         raise ConfigError(f"no reward is named {name!r}{nearest(name, known_rewards())}")
-    if not isinstance(entry, str):
+    if isinstance(entry, type):
         return entry
-    module, attribute = _split(name, entry)
+    point = EntryPoint(name, entry, ENTRY_POINTS) if isinstance(entry, str) else entry
     try:
-        cls = getattr(importlib.import_module(module), attribute, None)
+        cls = point.load()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"reward {name!r} ({entry}) cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"reward {name!r} ({point.value}) cannot be imported: {described(error)}") from error
     if name not in _REGISTRY and callable(cls) and not isinstance(cls, type):
         return _of_function(name, cls)
     _check_class(name, cls)
@@ -119,14 +118,12 @@ def get(name: str, **options: Any) -> Reward:
     """Make a reward and load its model.
 
     Raises:
-        ConfigError: an unknown name or option, or a wrong value (the nearest right one is named), or a class that leaves out
-            `super().__init__` or sets a malformed range.
+        ConfigError: an unknown name or option, or a wrong value (the nearest right one is named), or an instance with a
+            malformed range.
         RewardError: a package or model file that the reward needs is absent; the message says how to install it.
     """
     with no_exit(name):
         reward = reward_class(name)(**options)
-    if not hasattr(reward, "settings"):
-        raise ConfigError(f"reward {name!r}: {type(reward).__name__}: {_NO_SETTINGS}")
     if problem := range_problem(reward.range):
         raise ConfigError(f"reward {name!r}: {type(reward).__name__}: {problem}")
     return reward
@@ -170,36 +167,7 @@ def _contract_problems(cls: type[Reward]) -> list[str]:
     elif "batch_size" in options and (default := options["batch_size"].default) is not None \
             and (problem := batch_size_problem(default)):
         problems.append(f"the default of option batch_size {problem}")
-    if cls.__init__ is not Reward.__init__ and _never_named(cls):
-        problems.append(_NO_SETTINGS)
     return problems
-
-
-_NO_SETTINGS = "its __init__ does not call super().__init__(**options), which checks the options and keeps them as settings"
-
-
-def _never_named(cls: type[Reward]) -> bool:
-    """Whether neither a class's `__init__` nor what that calls by name mentions an `__init__` or `settings`. False where
-    that cannot be seen (a wrapped function); then `get` finds it."""
-    todo, seen = [cls.__init__], set()
-    while todo:
-        function = todo.pop()
-        if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-            return False
-        seen.add(function)
-        names = set(_names(function.__code__))
-        if names & {"__init__", "settings"}:
-            return False
-        called = [inspect.getattr_static(cls, name, None) or function.__globals__.get(name) for name in names]
-        todo += [one for one in called if isinstance(one, FunctionType) and one not in seen]
-    return True
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
 
 
 # One's own ------------------------------------------------------------------------------------------------------------
@@ -211,9 +179,10 @@ def _own(path: str) -> type[Reward]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever its code does when it is imported
-        raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {type(error).__name__}: {error}"
-                          ) from error
-    found = getattr(module, attribute, None)
+        raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {described(error)}") from error
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
     if found is None:
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(f"reward {path}: {module_name} has no {attribute!r}{nearest(attribute, names)}")
@@ -222,7 +191,7 @@ def _own(path: str) -> type[Reward]:
         return found
     if not callable(found):
         raise ConfigError(f"reward {path}: {attribute} is a {type(found).__name__}; give a function or a subclass of Reward")
-    return _of_function(attribute, found)
+    return _of_function(attribute.rpartition(".")[2], found)
 
 
 def _kind(default: Any) -> type:
@@ -236,13 +205,17 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     """A reward class around `function(images, prompts, metadata, **options)`, which returns n numbers, or a dict of
     them whose first entry is optimised.
 
-    Keywords with a default are the reward's options. The function may carry `scope`, `range` and `batch_invariant` as
-    attributes; where it takes `group_ids`, it is given them.
+    Keywords with a default are the reward's options. The function may carry `scope`, `range`, `device` and `batch_invariant`
+    as attributes; where it takes `group_ids`, it is given them.
 
     Raises:
         ConfigError: the function does not take images, prompts and metadata, or one of its attributes is wrong.
     """
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError) as error:  # of code that is not Python's
+        raise ConfigError(f"reward {name}: {error}; call it from a function of the form {name}(images, prompts, metadata)"
+                          ) from error
     if positional := [key for key, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]:
         raise ConfigError(f"reward {name}: the parameter {positional[0]} of the function is positional only; it is called with "
                           "keywords")
@@ -278,6 +251,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     FunctionReward.name = name
     FunctionReward.range = getattr(function, "range", (-float("inf"), float("inf")))
     FunctionReward.scope = getattr(function, "scope", "sample")
+    FunctionReward.device = getattr(function, "device", "any")
     FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
     FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
     FunctionReward.options = {

@@ -44,7 +44,7 @@ EXAMPLE_URL = "http://127.0.0.1:8123"
 MAX_PIXELS = 1 << 28  # of all images of a request together
 
 REMOTE_OPTIONS: dict[str, Option] = {
-    "url": Option(None, f"Address of the reward server, for example {EXAMPLE_URL}"),
+    "url": Option(None, f"Address of the reward server, for example {EXAMPLE_URL}", infrastructure=True),
     "batch_size": Option(16, "Images per request; a whole group where the reward scores groups", kind=int, minimum=1),
     "score": Option(None, "Name of the score to optimise; default is the name of the served reward"),
     **CONNECTION,

@@ -39,9 +39,11 @@ PARSERS = ("json:", "regex:")
 T = TypeVar("T")
 
 CHAT_OPTIONS: dict[str, Option] = {
-    "base_url": Option(None, f"The endpoint's address with its version, for example {EXAMPLE_URL}"),
+    "base_url": Option(None, f"The endpoint's address with its version, for example {EXAMPLE_URL}",
+                       infrastructure=True),
     "model": Option(None, "Name of the model on the endpoint; default is the only one that it serves"),
-    "api_key_env": Option(None, "NAME of the environment variable that holds the API key, in the reward actors' environment"),
+    "api_key_env": Option(None, "NAME of the environment variable that holds the API key, in the reward actors' environment",
+                          infrastructure=True),
     "structured": Option("auto", "With a json: parser. auto: ask for a JSON schema, and go on without one where the server "
                          "says that it has none; json_schema: insist on it; never: do not ask",
                          choices=("auto", "json_schema", "never")),
@@ -49,7 +51,7 @@ CHAT_OPTIONS: dict[str, Option] = {
     "temperature": Option(0.0, "Sampling temperature of the judge", kind=float, minimum=0),
     "image_size": Option(512, "Larger pictures are scaled down to this length of their longer side, in pixels; 0: as they are",
                          kind=int, minimum=0),
-    "concurrency": Option(8, "Requests under way at once", kind=int, minimum=1),
+    "concurrency": Option(8, "Requests under way at once", kind=int, minimum=1, infrastructure=True),
     **CONNECTION,
 }
 

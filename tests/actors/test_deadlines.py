@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -11,6 +13,7 @@ import ray
 from runs import Watcher, assert_same_bits, run, small_config
 
 from actors.pool import ActorPool, Task, drive
+from flowgrpo_ray.errors import FlowGrpoError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -79,6 +82,30 @@ def test_an_answer_after_its_call_was_given_up_is_dropped_and_counted_once(bench
     assert not bench.done and isinstance(bench.failed[0], TimeoutError)
     assert [bench.pool.count_late_answers() for _ in range(2)] == [1, 1]
     assert bench.pool.counts["timeouts"] == 1
+
+
+def test_calls_that_hang_are_for_their_owner_to_count(bench):
+    """`max_deaths` is 4."""
+    for number in range(1, 7):
+        bench.submit(3600, timeout_s=0.05)
+        bench.drive(lambda number=number: len(bench.failed) == number)
+    assert bench.pool.counts["timeouts"] == 6 and bench.pool.counts["deaths"] == 0
+
+
+def test_deaths_of_earlier_steps_are_forgiven(bench):
+    def die() -> None:
+        before = bench.pool.counts["deaths"]
+        bench.submit(3600, timeout_s=600)
+        os.kill(bench.pool.members[0].pid, signal.SIGKILL)
+        bench.drive(lambda: bench.pool.counts["deaths"] > before and bench.pool.all_ready)
+
+    for _ in range(4):
+        die()
+    bench.pool.forgive_deaths()
+    for _ in range(4):
+        die()
+    with pytest.raises(FlowGrpoError, match=r"pool worker: more than 4 actors died within one step \(pools.max_actor_deaths\)"):
+        die()
 
 
 def test_a_call_that_never_answers_is_no_late_answer(bench):

@@ -13,6 +13,7 @@ from scoring_bench import Bench, config_of, pictures
 from actors.reward import RewardActor
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.rewards import RewardError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -188,6 +189,39 @@ def test_a_self_test_that_fails_stops_the_start(ray_cluster):
     with pytest.raises(FlowGrpoError, match="could not start: reward upside_down fails its self-test: .*from high to low"):
         Bench(config_of({"wrong": {"python": "upside_down:UpsideDown"}})).__enter__()
     Bench(config_of({"wrong": {"python": "upside_down:UpsideDown", "self_test": False}})).__enter__().__exit__()
+
+
+def test_numeric_libraries_get_the_threads_that_the_model_section_says(ray_cluster):
+    """Bits depend on it, so the CPUs of a pool must not."""
+    with Bench(config_of({"threads": own("threads")}, **{"model.cpu_threads": 2})) as bench:
+        bench.submit(pictures(1))
+        scores = bench.finish(1)[0].scores
+    assert scores["threads"].tolist() == scores["threads_omp"].tolist() == [2.0]
+
+
+def test_calls_are_filled_up_to_the_default_of_the_option(ray_cluster):
+    with Bench(config_of({"limited": {"python": "own_rewards:Limited"}})) as bench:
+        for number in range(9):
+            bench.submit(pictures(1, number), group=number)
+        sizes = {size for s in bench.finish(9) for size in s.scores["limited_together"]}
+    assert sizes == {1.0, 2.0}
+
+
+def test_an_actor_that_does_not_use_its_gpu_does_not_start(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    given = r"the actor of reward mine was given a GPU \(pools.reward.mine.num_gpus\), and "
+    with pytest.raises(RewardError, match=given + "torch sees none: is this a CPU build of torch"):
+        RewardActor("mine", "own_rewards:threads", {}, on_gpu=True)
+    with pytest.raises(RewardError, match=given + "the process sees none"):
+        RewardActor("mine", "ocr", {"mode": "recognition"}, on_gpu=True)
+    with pytest.raises(RewardError, match=given + "option device is cpu"):
+        RewardActor("mine", "ocr", {"mode": "recognition", "device": "cpu"}, on_gpu=True)
+    with pytest.raises(RewardError, match="reward ocr: option device is gpu, and the process sees none"):
+        RewardActor("mine", "ocr", {"mode": "recognition", "device": "gpu"}, on_gpu=True)
+    RewardActor("mine", "ocr", {"mode": "recognition"}, self_test=False)
 
 
 def test_two_scores_of_one_name_stop_the_run(ray_cluster):

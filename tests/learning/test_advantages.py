@@ -94,6 +94,18 @@ def test_sums_that_differ_by_rounding_only_have_no_spread():
     assert (group_advantages([0.1 + 0.2, 0.3], [0, 0]) == 0).all()
 
 
+def test_rewards_that_cancel_but_for_rounding_give_zero():
+    rewards = np.array([0.1, 0.2, 0.7, 0.3, 0.45, 0.8])
+    total = combine({"a": rewards, "b": 1 - rewards}, {"a": 1.0, "b": 1.0}, [0] * 6, "gdpo")
+    assert (total == 0).all()
+    history = History()
+    history.update(0, np.array([0.1 + 0.2, 0.3]))
+    assert history.stats(0)[2] > 0, "rounding makes a spread"
+    config = from_tree({"rewards": {"r": {"python": "m:f"}}, "advantage": {"baseline": "history"}})
+    scores = {0: GroupScores({"r": np.array([0.1 + 0.2, 0.3])}, np.ones(2, dtype=bool))}
+    assert (step_advantages(config, scores, {0: 0}, step=0, history=History())[0] == 0).all()
+
+
 def test_fewer_than_two_valid_samples_give_zero():
     valid = [True, False, False, False, True, True]
     advantages = group_advantages([5.0, 1.0, 2.0, 3.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2], valid=valid, std="none")

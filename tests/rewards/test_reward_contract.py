@@ -259,6 +259,8 @@ def test_functions_of_ones_own(tmp_path, monkeypatch):
         "def two(images, prompts):\n    return 0\n"
         "def needs(images, prompts, metadata, extra):\n    return 0\n"
         "LIST = []\n"
+        "from builtins import min as builtin\n"
+        "class Box:\n    def red(images, prompts, metadata):\n        return [9.0] * len(images)\n"
         "def early(images, prompts, metadata):\n    return {'other': [2.0], 'early': [1.0]}\n"
         "def scoped(images, prompts, metadata):\n    return 0\nscoped.scope = 'goup'\n"
         "def ranged(images, prompts, metadata):\n    return 0\nranged.range = (1, 0)\n"
@@ -270,6 +272,7 @@ def test_functions_of_ones_own(tmp_path, monkeypatch):
     assert rewards.reward_class("mine:red").description == "How red." and reward.name == "red"
     assert rewards.option_problems("mine:red", {"gane": 1}) == ["reward red has no option 'gane'; did you mean gain?"]
     assert rewards.get("mine:named").score(images(1), [""], [{}]) == {"named": [1.0], "other": [2.0]}
+    assert rewards.get("mine:Box.red").score(images(1), [""], [{}]) == {"red": [9.0]}
     with pytest.raises(RewardError, match="returned 'other' as the first key"):
         rewards.validated(rewards.get("mine:early").score(images(1), [""], [{}]), 1, "early")
     for name, message in (("mine:rde", "has no 'rde'; did you mean red"), ("mine:two", "lacks the parameter metadata"),
@@ -278,22 +281,27 @@ def test_functions_of_ones_own(tmp_path, monkeypatch):
                           ("broken_mine:f", "cannot be imported: ZeroDivisionError"),
                           ("mine:scoped", "scope is 'goup'; did you mean group"), ("mine:ranged", r"range is \(1, 0\), not"),
                           ("mine:placed", "parameter images of the function is positional only"),
-                          ("mine:", "not of the form module:Class")):
+                          ("mine:builtin", "no signature found .*; call it from a function of the form builtin"),
+                          ("mine:Box.rde", "has no 'Box.rde'"), ("mine:", "not of the form module:Class")):
         with pytest.raises(ConfigError, match=message):
             rewards.reward_class(name)
 
 
 def test_rewards_of_installed_packages(tmp_path, monkeypatch):
-    (tmp_path / "plugged.py").write_text("def sparkle(images, prompts, metadata):\n    return [0.5] * len(images)\n")
+    (tmp_path / "plugged.py").write_text(
+        "def sparkle(images, prompts, metadata):\n    return [0.5] * len(images)\nclass Box:\n    glow = sparkle\n")
     info = tmp_path / "plugged-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[flowgrpo_ray.rewards]\nsparkle = plugged:sparkle\n")
+    (info / "entry_points.txt").write_text("[flowgrpo_ray.rewards]\nsparkle = plugged:sparkle\n"
+                                           "nested = plugged:Box.glow [more]\nabsent = plugged:nothing\n")
     code = (f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from flowgrpo_ray import rewards; import numpy as np; "
             "assert 'sparkle' in rewards.known_rewards(); "
-            "print(rewards.get('sparkle').score(np.zeros((2, 4, 4, 3), np.uint8), ['', ''], [{}, {}]))")
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert out.strip() == "{'sparkle': [0.5, 0.5]}"
+            "print([rewards.get(n).score(np.zeros((1, 4, 4, 3), np.uint8), [''], [{}]) for n in ('sparkle', 'nested')]); "
+            "rewards.get('absent')")
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.stdout.strip() == "[{'sparkle': [0.5]}, {'nested': [0.5]}]"
+    assert "ConfigError: reward 'absent' (plugged:nothing) cannot be imported: AttributeError: " in done.stderr
 
 
 class Falling(Reward):
@@ -344,18 +352,6 @@ class Bare(Reward):
         return {"mine": np.zeros(len(images))}
 
 
-def plain_init(self, **options):
-    self.level = 1
-
-
-def delegating_init(self, **options):
-    self.prepare(options)
-
-
-def prepare(self, options):
-    Constant.__init__(self, **options)
-
-
 @pytest.mark.parametrize(("cls", "message"), [
     (of(scope="groups"), "scope is 'groups'; did you mean group"),
     (of(device="gpu"), "device is 'gpu', neither 'cpu' nor 'any'"),
@@ -371,21 +367,20 @@ def prepare(self, options):
     (of(range=("0", "1")), "range is .*, not"),
     (of(range=1.0), "range is 1.0, not"),
     (type("Mine", (Reward,), {"name": "mine", "range": (0, 1)}), "it has no method score"),
-    (of(__init__=plain_init), r"its __init__ does not call super\(\).__init__\(\*\*options\)"),
 ])
 def test_a_class_that_breaks_the_contract(registry, cls, message):
     with pytest.raises(ConfigError, match=f"reward 'mine': {cls.__name__}: {message}"):
         rewards.register("mine", cls)
 
 
-def test_an_init_is_refused_only_where_it_leaves_the_settings_out(registry):
-    rewards.register("mine", of(__init__=delegating_init, prepare=prepare, range=[0, 1]))
-    assert rewards.get("mine").settings["level"] == 0.5
-    base_of_mine = of(__init__=plain_init)
-    late = type("Late", (base_of_mine,), {"name": "late", "__init__": lambda self, **o: base_of_mine.__init__(self, **o)})
-    rewards.register("late", late)
-    with pytest.raises(ConfigError, match=r"reward 'late': Late: its __init__ does not call super\(\)"):
-        rewards.get("late")
+def test_options_are_checked_and_kept_before_the_init_of_ones_own(registry):
+    def init(self, level=None):
+        self.seen = self.settings["level"]
+
+    rewards.register("mine", of(__init__=init))
+    assert rewards.get("mine").seen == 0.5 and rewards.get("mine", level=0.75).seen == 0.75
+    with pytest.raises(ConfigError, match="reward mine has no option 'levl'; did you mean level"):
+        rewards.get("mine", levl=1.0)
 
 
 def test_a_range_that_an_instance_sets_is_checked(registry):
