@@ -50,9 +50,6 @@ class StepBoard:
     def encoded(self, group: int, conditioning: ray.ObjectRef) -> None:
         self._groups[group].conditioning = conditioning
 
-    def conditioning(self, group: int) -> ray.ObjectRef:
-        return self._groups[group].conditioning
-
     def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
         self._groups[shard.group].trajectories[shard.shard] = trajectory
         self._shards_left -= 1

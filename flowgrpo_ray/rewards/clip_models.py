@@ -26,6 +26,8 @@ VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 CACHED_TEXTS = 4096  # embeddings of prompts that are kept: 8 kB each for ViT-H
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 SHOWN = 5  # names in one message
+# Of the pixels of CLIP's training images, in [0, 1].
+PIXEL_MEAN, PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 LOCAL_OPTIONS = {
     "dtype": Option("auto", "Dtype of the model; auto: float16 on a GPU, float32 on the CPU", choices=DTYPES),

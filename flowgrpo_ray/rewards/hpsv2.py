@@ -12,6 +12,8 @@ import numpy as np
 from flowgrpo_ray.rewards.base import Option
 from flowgrpo_ray.rewards.clip_models import (
     LOCAL_OPTIONS,
+    PIXEL_MEAN,
+    PIXEL_STD,
     VIT_H,
     Clip,
     check_texts,
@@ -24,9 +26,7 @@ from flowgrpo_ray.rewards.clip_models import (
 )
 from flowgrpo_ray.rewards.clip_scores import TextAlignment
 
-# Of the pixels of CLIP's training images in [0, 1].
-_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)[:, None, None]
-_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)[:, None, None]
+_MEAN, _STD = (np.array(values, np.float32)[:, None, None] for values in (PIXEL_MEAN, PIXEL_STD))
 
 _STRAIGHT = str.maketrans("‘’“”", "''\"\"")
 

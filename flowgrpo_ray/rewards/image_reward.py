@@ -26,6 +26,8 @@ from flowgrpo_ray.rewards.base import (
 from flowgrpo_ray.rewards.clip_models import (
     CACHED_TEXTS,
     LOCAL_OPTIONS,
+    PIXEL_MEAN,
+    PIXEL_STD,
     device_and_dtype,
     import_transformers,
     load_state_dict,
@@ -39,7 +41,6 @@ log = logging.getLogger(__name__)
 SIZE = 224  # pixels that the model takes
 TOKENS = 35  # a longer prompt is cut there, as published
 WIDTH = 768  # features that the head takes
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def preprocess(picture: Any) -> np.ndarray:
@@ -53,7 +54,7 @@ def preprocess(picture: Any) -> np.ndarray:
     left, top = round((w - SIZE) / 2), round((h - SIZE) / 2)
     picture = picture.resize((w, h), Image.Resampling.BICUBIC).crop((left, top, left + SIZE, top + SIZE)).convert("RGB")
     pixels = np.asarray(picture, np.float32) / np.float32(255)
-    return np.ascontiguousarray(((pixels - np.float32(MEAN)) / np.float32(STD)).transpose(2, 0, 1))
+    return np.ascontiguousarray(((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).transpose(2, 0, 1))
 
 
 class ImageReward(Reward):

@@ -17,6 +17,20 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "flowgrpo-ray" / "ocr"
 
 
+def test_a_gpu_is_used_only_where_the_engine_can(cache, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ocr_models.gpu_problem("onnxruntime") == "the process sees none"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert "this onnxruntime is a build for the CPU" in ocr_models.gpu_problem("onnxruntime")
+    # A build for GPUs that finds no CUDA: it takes the CPU and only logs it.
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda self: ["CPUExecutionProvider"])
+    assert "onnxruntime cannot use CUDA here" in ocr_models.gpu_problem("onnxruntime")
+    monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda self: ["CUDAExecutionProvider"])
+    assert ocr_models.gpu_problem("onnxruntime") is None
+
+
 @pytest.mark.parametrize(("package", "command"), [
     ("rapidocr", "pip install --no-deps rapidocr==3.10.0"),
     ("paddleocr", "pip install 'flowgrpo-ray[ocr]'"),
