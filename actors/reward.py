@@ -12,7 +12,7 @@ import numpy as np
 
 from flowgrpo_ray.errors import described
 from flowgrpo_ray.rewards import RewardError, get, reward_class, validated
-from flowgrpo_ray.rewards.base import no_exit, renamed
+from flowgrpo_ray.rewards.base import no_exit, read_only, renamed
 
 
 class RewardActor:
@@ -65,7 +65,7 @@ class RewardActor:
             RewardError: the reward answered with NaN, a wrong length, or not its own name; its exceptions pass through.
         """
         wall, cpu = time.perf_counter(), time.process_time()
-        images = shards[0] if len(shards) == 1 else np.concatenate(shards)
+        images = read_only(shards[0] if len(shards) == 1 else np.concatenate(shards))
         if only is not None:
             images, prompts, metadata = images[only : only + 1], prompts[only : only + 1], metadata[only : only + 1]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,6 +97,8 @@ def score(
                        {*columns, *map(short_name, given)} - {short_name(name)})
         # The reward's own column is there even where it failed on every picture.
         columns |= dict.fromkeys([short_name(name), *(key for picture in pictures for key in picture.scores)])
+        del scorer
+        gc.collect()  # its model has to be gone, cycles or not, before the next one is loaded
     keys = list(columns)
     width = max(len(picture.path.name) for picture in pictures)
     typer.echo("  ".join([f"{'image':<{width}}", *(f"{key:>{max(len(key), 9)}}" for key in keys)]))
@@ -140,10 +143,12 @@ def serve_reward(
 
 
 def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str, dict[str, Any]]:
-    """Options of each reward from `key=value` (of a single reward) or `reward.key=value`; raises ConfigError."""
+    """Options of each reward from `key=value` (of a single reward) or `reward.key=value`; raises ConfigError, also
+    where a reward scores videos."""
     from flowgrpo_ray.config import split_override
     from flowgrpo_ray.errors import nearest
-    from flowgrpo_ray.rewards import option_problems
+    from flowgrpo_ray.rewards import option_problems, reward_class
+    from flowgrpo_ray.rewards.registry import video_problem
 
     if again := [name for name in rewards if rewards.count(name) > 1]:
         raise ConfigError(f"--reward {again[0]} is there twice; once is enough")
@@ -163,6 +168,7 @@ def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str
             raise ConfigError(f"--option {text}: with several rewards it is of the form reward.key=value"
                               f"{nearest(key.rpartition('.')[0] or key, given)}")
     problems = [problem for name, settings in given.items() for problem in option_problems(name, settings)]
+    problems += [problem for name in given if (problem := video_problem(reward_class(name), "this command takes"))]
     if problems:
         raise ConfigError("\n".join(problems))
     return given

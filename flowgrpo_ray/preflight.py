@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
-from flowgrpo_ray.rewards import Reward, known_rewards, option_problems, reward_class
+from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.rewards.base import prompt_problem, settings_of
+from flowgrpo_ray.rewards.registry import video_problem
 from flowgrpo_ray.sections import RewardConfig
 
 SHOWN = 5  # bad prompts that an error lists
@@ -73,9 +74,8 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
     cls, problems = known_class(name, reward), []
     if cls is None:
         return problems
-    if cls.video:
-        problems.append(f"rewards.{name}: reward {cls.name} scores videos; training samples images"
-                        + nearest(cls.name.removeprefix("video_"), [r for r in known_rewards() if r != cls.name]))
+    if problem := video_problem(cls, "training samples"):
+        problems.append(f"rewards.{name}: {problem}")
     if cls.device == "cpu" and (gpus := config.reward_pool(name).num_gpus):
         problems.append(f"pools.reward.{name}.num_gpus is {gpus:g}, and reward {cls.name} works on the CPU; the nearest right "
                         "value is 0")

@@ -16,7 +16,8 @@ from flowgrpo_ray import signals
 from flowgrpo_ray.errors import ConfigError, message_of, nearest
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
-from flowgrpo_ray.rewards.base import no_exit, renamed, settings_of, validated
+from flowgrpo_ray.rewards.base import batch_size_of, no_exit, read_only, renamed, validated
+from flowgrpo_ray.rewards.pictures import PictureError, read_rgb
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 OTHER_ENDINGS = (".gif", ".tif", ".tiff")  # pictures that are not read: of several frames, or of more than 8 bits
@@ -35,10 +36,15 @@ class Picture:
     scores: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 
-    @cached_property
-    def image(self) -> np.ndarray:
-        """uint8 [H, W, 3], RGB; read once. Raises ConfigError where the file is no image."""
+    def read(self) -> np.ndarray:
+        """See `read_image`. Nothing keeps the pixels: a folder may hold more of them than there is memory."""
         return read_image(self.path)
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """(height, width). Found by decoding the whole file, once, so that a truncated one is found too; raises as `read`."""
+        height, width, _ = self.read().shape
+        return height, width
 
 
 def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[Picture]:
@@ -78,22 +84,15 @@ def other_pictures(folder: str | Path) -> list[str]:
 
 
 def read_image(path: Path) -> np.ndarray:
-    """uint8 [H, W, 3], RGB. Raises ConfigError where the file is no image."""
-    from PIL import Image, UnidentifiedImageError
-
+    """uint8 [H, W, 3], RGB. Raises ConfigError where the file is no image, or would be read wrongly."""
     try:
-        with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ConfigError(f"{path} has more than 8 bits a channel (mode {image.mode}); convert it to 8 bits first")
-            if "A" in image.getbands() and image.getchannel("A").getextrema()[0] < 255:
-                raise ConfigError(f"{path} is transparent in places; put it on a background first")
-            return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        raise ConfigError(f"{path} cannot be read as an image: {error}") from error
+        return read_rgb(path)
+    except PictureError as error:
+        raise ConfigError(f"{path} {error}") from error
 
 
 def batches_of(cls: type[Reward], options: Mapping[str, Any], pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """The pictures of each call of a reward; reads them all, and loads no model.
+    """The pictures of each call of a reward; reads every one once, keeps none of them, and loads no model.
 
     Pictures of equal size go together, as many as the reward's option `batch_size` says, else its attribute; where the reward
     scores whole groups, those of one prompt.
@@ -104,21 +103,20 @@ def batches_of(cls: type[Reward], options: Mapping[str, Any], pictures: Sequence
     whole = cls.scope == "group"
     alike: dict[Any, list[Picture]] = {}
     for picture in pictures:
-        alike.setdefault(picture.number if whole else picture.image.shape, []).append(picture)
+        size = picture.size
+        alike.setdefault(picture.number if whole else size, []).append(picture)
     if whole:
         for first, *rest in alike.values():
-            if other := next((picture for picture in rest if picture.image.shape != first.image.shape), None):
+            if other := next((picture for picture in rest if picture.size != first.size), None):
                 raise ConfigError(f"reward {cls.name} scores a group in one call, and the pictures of prompt "
                                   f"{first.record.prompt!r} differ in size: {_sized(first)} and {_sized(other)}")
         return list(alike.values())
-    size = settings_of(cls, options).get("batch_size")
-    if size is None:
-        size = cls.batch_size
-    return [part[start : start + size] for part in alike.values() for start in range(0, len(part), size)]
+    n = batch_size_of(cls, options)
+    return [part[start : start + n] for part in alike.values() for start in range(0, len(part), n)]
 
 
 def _sized(picture: Picture) -> str:
-    height, width, _ = picture.image.shape
+    height, width = picture.size
     return f"{picture.path.name} is {width} x {height}"
 
 
@@ -143,12 +141,10 @@ def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collecti
     signals.check()
     try:
         with no_exit(name):
-            result = reward.score(np.stack([p.image for p in rows]), [p.record.prompt for p in rows],
+            result = reward.score(read_only(np.stack([p.read() for p in rows])), [p.record.prompt for p in rows],
                                   [p.record.reward_metadata for p in rows],
                                   group_ids=[p.number for p in rows] if reward.scope == "group" else None)
         given = validated(result, len(rows), reward.name, range=reward.range)
-    except ConfigError:
-        raise
     except Exception as error:
         for picture in rows if keep else ():
             picture.error = "; ".join([*filter(None, [picture.error]), f"{name}: {type(error).__name__}: {message_of(error)}"])

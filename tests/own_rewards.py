@@ -83,6 +83,24 @@ def depends_on_batch(images, prompts, metadata):
 depends_on_batch.batch_invariant = True
 
 
+def in_place(images, prompts, metadata):
+    """Works on the memory of the images."""
+    images //= 2
+    return brightness(images, prompts, metadata)
+
+
+in_place.batch_invariant = True
+
+
+def unlocks(images, prompts, metadata):
+    """The same, by force."""
+    images.flags.writeable = True
+    return in_place(images, prompts, metadata)
+
+
+unlocks.batch_invariant = True
+
+
 def jpeg(images, prompts, metadata):
     """Its monitor is named as another reward: jpeg_compressibility."""
     return {"jpeg": brightness(images, prompts, metadata), "compressibility": [1.0] * len(images)}

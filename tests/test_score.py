@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import re
+import weakref
 
 import numpy as np
 import pytest
 from PIL import Image
 from pyarrow import csv, parquet
+from raw_png import PALETTE, RGB, png
 from typer.testing import CliRunner
 
 from flowgrpo_ray import rewards
+from flowgrpo_ray import score as score_module
 from flowgrpo_ray.cli import app
+from flowgrpo_ray.rewards.base import read_only
+from flowgrpo_ray.rewards.http_client import to_png
+from flowgrpo_ray.score import read_image
 
 JPEG = "jpeg_compressibility"
 
@@ -93,6 +101,8 @@ def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["{folder}", "--reward", "ocrr", "--prompt", "x"], "did you mean ocr"),
     (["{folder}", "--reward", "ocr", "--prompt", "no quotes"], "needs the text to be read in double quotes"),
+    (["{folder}", "--reward", "video_ocr", "--prompt", 'the word "A"'],
+     "reward video_ocr scores videos; this command takes images; did you mean ocr"),
     (["{folder}", "--reward", JPEG], "which prompts belong to the images?"),
     (["{folder}s", "--reward", JPEG, "--prompt", "x"], "no folder at .*did you mean"),
     (["{folder}", "--reward", JPEG, "--prompt", "x", "--prompt", "y"], "3 images, and there are 2 prompts"),
@@ -130,6 +140,8 @@ def test_scores_of_one_name_are_refused(tmp_path):
 
 
 OWN = """
+import weakref
+from pathlib import Path
 import numpy as np
 from flowgrpo_ray.rewards import Reward
 
@@ -153,6 +165,27 @@ class Two(Reward):
     name, range, description = "two", (0, 9), "two"
     def score(self, images, prompts, metadata, *, group_ids=None):
         return {key: np.ones(len(images), np.float32) for key in ("two", "two_same", "same")}
+class Film(Reward):
+    name, range, description, video = "film", (0, 9), "film", True
+    def __init__(self, **options):
+        super().__init__(**options)
+        raise SystemError("loaded")
+    def score(self, *rest, **more): raise SystemError("scored")
+alive = weakref.WeakSet()
+class Heavy(Reward):
+    name, range, description = "heavy", (0, 9), "heavy"
+    def __init__(self, **options):
+        super().__init__(**options)
+        if alive: raise SystemError("the one before it is still there")
+        alive.add(self)
+        self.itself = self
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        return {self.name: np.ones(len(images), np.float32)}
+class Heavier(Heavy):
+    name = "heavier"
+def removes(images, prompts, metadata, *, file=""):
+    Path(file).unlink(missing_ok=True)
+    return [1.0] * len(images)
 class Zero(Reward):
     name, range, description, batch_size = "zero", (0, 9), "zero", 0
     def score(self, images, prompts, metadata, *, group_ids=None):
@@ -184,6 +217,7 @@ def own(tmp_path, monkeypatch):
        f"reward bs: option batch_size is {shown}, not a whole number of images")
       for value, shown in [("-3", "-3"), ("0", "0"), ("0.5", "0.5"), ("all", "'all'"), ("true", "True")]],
     (["Zero"], [], "batch_size is 0, not a whole number of images"),
+    (["never", "Film"], [], "reward film scores videos; this command takes images; the choices are ocr, jpeg_compressibility"),
 ])
 def test_a_reward_that_cannot_be_scored_well_is_refused(tmp_path, own, names, options, message):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
@@ -243,8 +277,73 @@ def test_pictures_of_other_kinds_are_named(tmp_path):
     assert "not read: b.gif" in " ".join(cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr.split())
 
 
-def test_every_picture_is_read_before_a_reward_is_loaded(tmp_path, own):
+@pytest.mark.parametrize(("data", "message"), [
+    (b"no image", "b.png cannot be read as an image"),
+    (to_png(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))[:-40], "b.png cannot be read as an image"),
+    (png(RGB, 8, [b"abc"], (b"pHYs", b"\0"), width=1), "b.png cannot be read as an image: Truncated pHYs chunk"),
+    (png(RGB, 8, [b"abc"], (b"tRNS", b"\0a\0b\0c"), width=1), "b.png is transparent in places"),
+    (png(PALETTE, 1, [b"\0"], (b"PLTE", b"abc"), (b"tRNS", b"\0"), width=1), "b.png is transparent in places"),
+    (png(RGB, 16, [b"abcdef"], width=1), "b.png has more than 8 bits a channel"),
+], ids=itertools.count())
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_picture_is_read_before_a_reward_is_loaded(tmp_path, own, data, message, grouped):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    (folder / "b.png").write_bytes(data)
+    names = ["--reward", f"{own}:never", *(["--reward", "own_rewards:rank_in_group"] if grouped else [])]
+    result = cli(folder, *names, "--prompt", "x", "--prompt", "y", code=2)
+    assert message in result.stderr and not result.stdout
+
+
+def test_what_only_a_whole_group_needs_is_read_before_a_reward_is_loaded(tmp_path, own, monkeypatch):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
     (folder / "b.png").write_bytes(b"no image")
-    result = cli(folder, "--reward", f"{own}:never", "--prompt", "x", code=2)
-    assert "b.png cannot be read as an image" in result.stderr and not result.stdout
+    monkeypatch.setattr(rewards, "get", lambda *_, **__: pytest.fail("loaded"))
+    result = cli(folder, "--reward", "own_rewards:rank_in_group", "--prompt", "x", "--prompt", "y", code=2)
+    assert "b.png cannot be read as an image" in result.stderr
+
+
+@pytest.mark.parametrize("function", ["bs", "rank_in_group"])
+def test_no_more_pictures_are_held_than_one_call_takes(tmp_path, own, monkeypatch, function):
+    held, most = [], []
+
+    def noted(array):
+        held.append(weakref.ref(array))
+        most[-1] = max(most[-1], sum(len(kept) if kept.ndim == 4 else 1 for ref in held if (kept := ref()) is not None))
+        return array
+
+    monkeypatch.setattr(score_module, "read_image", lambda path: noted(read_image(path)))
+    monkeypatch.setattr(score_module, "read_only", lambda images: read_only(noted(images)))
+    for groups in (1, 5):
+        names = [f"{group}_{number}.png" for group in range(groups) for number in range(3)]
+        folder, _ = folder_of(tmp_path / f"images{groups}", names)
+        most.append(0)
+        name = f"{own if function == 'bs' else 'own_rewards'}:{function}"
+        options = ["--option", f"{name}.batch_size=3"] if function == "bs" else []
+        cli(folder, "--reward", name, *options, *(part for _ in range(groups) for part in ("--prompt", "x")))
+    assert most == [3, 3]
+
+
+def test_a_reward_is_gone_before_the_next_is_loaded(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
+    gc.disable()  # nothing goes by chance
+    try:
+        cli(folder, "--reward", f"{own}:Heavy", "--reward", f"{own}:Heavier", "--prompt", "x")
+    finally:
+        gc.enable()
+
+
+def test_a_picture_that_is_gone_when_it_is_to_be_scored_has_no_score(tmp_path, own):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
+    name = f"{own}:removes"
+    cli(folder, "--reward", name, "--reward", JPEG, "--option", f"{name}.file={folder / 'b.png'}", "--prompt", "x",
+        "--out", tmp_path / "s.parquet", code=1)
+    first, second = parquet.read_table(tmp_path / "s.parquet").to_pylist()
+    assert first[JPEG] is not None and first["error"] is None
+    assert second[JPEG] is None and "b.png cannot be read as an image: " in second["error"] and second["removes"] == 1
+
+
+@pytest.mark.parametrize("function", ["in_place", "unlocks"])
+def test_a_reward_gets_read_only_images_as_in_a_run(tmp_path, function):
+    folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
+    result = cli(folder, "--reward", f"own_rewards:{function}", "--no-self-test", "--prompt", "x", code=1)
+    assert len(re.findall("ValueError: .*(?:read-only|cannot set WRITEABLE)", result.stdout)) == 2, result.stdout

@@ -86,6 +86,13 @@ def no_exit(name: str) -> Iterator[None]:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
 
 
+def read_only(images: np.ndarray) -> np.ndarray:
+    """A view of images that cannot be written to, nor be made writeable again, as in a run, where they lie in memory that
+    others share: a reward that works in place fails everywhere alike. The array itself is read-only afterwards, too."""
+    images.flags.writeable = False
+    return images.view()
+
+
 @dataclass(frozen=True)
 class SelfTest:
     """Pictures whose order is known: under the prompts the scores fall from the first to the last.
@@ -213,8 +220,8 @@ class Reward(ABC):
 
         def score(rows: Sequence[int]) -> np.ndarray:
             with no_exit(self.name):
-                result = self.score(case.images[list(rows)], [case.prompts[i] for i in rows], [metadata[i] for i in rows],
-                                    group_ids=[0] * len(rows))
+                result = self.score(read_only(case.images[list(rows)]), [case.prompts[i] for i in rows],
+                                    [metadata[i] for i in rows], group_ids=[0] * len(rows))
             return validated(result, len(rows), self.name)[self.name]
 
         every = range(len(case.prompts))
@@ -238,7 +245,7 @@ class Reward(ABC):
         """Score a batch.
 
         Args:
-            images: uint8 [n, H, W, 3], RGB.
+            images: uint8 [n, H, W, 3], RGB, read-only: copy what is to be changed.
             prompts: n prompts.
             metadata: n mappings, the `metadata` of the prompt records (empty where a record has none).
             group_ids: n ids; equal ids are samples of one prompt. Given to rewards of scope "group", which get whole groups.

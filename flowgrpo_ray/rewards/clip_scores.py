@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import urllib.parse
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.clip_models import VIT_H, VIT_L, ClipReward, cosine, model_options
+from flowgrpo_ray.rewards.pictures import PictureError, read_rgb
 
 LARGEST_LOGIT_SCALE = 100.0  # what CLIP's training clips exp(logit_scale) to, and what the published models have
 CACHED_REFERENCES = 4096
@@ -97,7 +98,7 @@ class ImageSimilarity(ClipReward):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._reference = lru_cache(maxsize=CACHED_REFERENCES)(self._embedded)
+        self._embedded: dict[bytes, np.ndarray] = {}  # references by the digest of their URI, the least used first
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
@@ -143,8 +144,15 @@ class ImageSimilarity(ClipReward):
         cosines = cosine(embedded, np.stack(references)) if references else np.zeros(0)
         return {self.name: cosines.astype(np.float32)}
 
-    def _embedded(self, uri: str) -> np.ndarray:
-        return self.clip.images([_picture(uri)])[0]
+    def _reference(self, uri: str) -> np.ndarray:
+        key = hashlib.sha256(uri.encode("utf-8", "surrogatepass")).digest()  # a data: URI is itself as large as a picture
+        found = self._embedded.pop(key, None)
+        if found is None:
+            found = self.clip.images([_picture(uri)])[0]
+            if len(self._embedded) >= CACHED_REFERENCES:
+                del self._embedded[next(iter(self._embedded))]
+        self._embedded[key] = found
+        return found
 
 
 def _path(uri: str) -> Path | None:
@@ -160,14 +168,12 @@ def _path(uri: str) -> Path | None:
 
 
 def _picture(uri: str) -> np.ndarray:
-    """uint8 [H, W, 3], RGB."""
-    from PIL import Image
-
+    """uint8 [H, W, 3], RGB. Raises RewardError where it is no image, or would be read wrongly."""
     shown = uri if len(uri) < 100 else f"{uri[:97]}..."
     try:
         path = _path(uri)
-        source = path if path is not None else io.BytesIO(base64.b64decode(uri.partition("base64,")[2]))
-        with Image.open(source) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
+        return read_rgb(path if path is not None else io.BytesIO(base64.b64decode(uri.partition("base64,")[2])))
+    except PictureError as error:
+        raise RewardError(f"reward image_similarity: the reference image {shown} {error}") from error
+    except ValueError as error:
         raise RewardError(f"reward image_similarity: the reference image {shown} cannot be read: {error}") from error

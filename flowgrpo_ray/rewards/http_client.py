@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from flowgrpo_ray.rewards.base import Option, RewardError
+from flowgrpo_ray.rewards.pictures import PictureError, rgb_of
 
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
@@ -135,7 +136,7 @@ def from_png(text: str, *, max_pixels: int) -> np.ndarray:
     """uint8 [H, W, 3] RGB of a base64 PNG.
 
     Raises:
-        ValueError: not base64, not a PNG, not of 8-bit RGB, damaged, or larger than `max_pixels`.
+        ValueError: not base64, not a PNG, not of 8-bit RGB, transparent in places, damaged, or larger than `max_pixels`.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -146,15 +147,17 @@ def from_png(text: str, *, max_pixels: int) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
             if picture.width * picture.height > max_pixels:
-                raise ValueError(f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} allowed")
+                raise PictureError(f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} allowed")
             if picture.mode != "RGB":
-                raise ValueError(f"is a PNG of mode {picture.mode}, not 8-bit RGB")
-            return np.asarray(picture)
+                raise PictureError(f"is a PNG of mode {picture.mode}, not 8-bit RGB")
+            return rgb_of(picture)
+    except PictureError:
+        raise
     except UnidentifiedImageError:
         raise ValueError("is no PNG") from None
     except Image.DecompressionBombError as error:  # Pillow's own bound, where ours is larger
         raise ValueError(f"is too large: {error}") from None
-    except (OSError, SyntaxError) as error:  # Pillow raises SyntaxError for a broken chunk
+    except Exception as error:  # damaged bytes lead Pillow's decoders to errors of every type
         raise ValueError(f"is a damaged PNG: {error}") from None
 
 

@@ -114,6 +114,14 @@ def option_problems(name: str, options: Mapping[str, Any]) -> list[str]:
     return problems_of(reward_class(name), options)
 
 
+def video_problem(cls: type[Reward], where: str) -> str | None:
+    """Why a reward cannot be used where there are only images (`where` begins the clause: "training samples"), or None."""
+    if not cls.video:
+        return None
+    others = [name for name in known_rewards() if not name.startswith("video_")]
+    return f"reward {cls.name} scores videos; {where} images{nearest(cls.name.removeprefix('video_'), others)}"
+
+
 def get(name: str, **options: Any) -> Reward:
     """Make a reward and load its model.
 

@@ -27,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from flowgrpo_ray import __version__
 from flowgrpo_ray.errors import nearest
-from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, validated
+from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, read_only, validated
 from flowgrpo_ray.rewards.http_client import from_png, strict_json, to_base64, to_png
 from flowgrpo_ray.rewards.registry import get
 from flowgrpo_ray.rewards.remote import MAX_PIXELS
@@ -160,17 +160,25 @@ class RewardServer:
             return _error(400, str(error), field=error.field)
         except Exception as error:
             return self._failed(error)
-        future = self._scorer.submit(lambda: self._run(*batch), self._max_queue)
-        if future is None:
-            return _error(503, f"{self._max_queue} requests wait already", headers={"Retry-After": "1"})
-        try:
-            scores, seconds = await asyncio.wrap_future(future)
-        except Exception as error:
-            return self._failed(error)
+        answer = await self._on_scorer(lambda: self._run(*batch))
+        if isinstance(answer, web.Response):
+            return answer
+        scores, seconds = answer
         self._count["images"] += len(batch[0])
         self._images.inc(len(batch[0]))
         self._seconds.observe(seconds)
         return web.json_response({"scores": {key: values.tolist() for key, values in scores.items()}}, dumps=_dumps)
+
+    async def _on_scorer(self, call: Callable[[], Any]) -> Any:
+        """What a call gives on the thread that scores, after those that wait; the answer that says why where it has failed, or
+        where too many wait. All code of the reward that may take long, or touch its model, runs there."""
+        future = self._scorer.submit(call, self._max_queue)
+        if future is None:
+            return _error(503, f"{self._max_queue} requests wait already", headers={"Retry-After": "1"})
+        try:
+            return await asyncio.wrap_future(future)
+        except Exception as error:
+            return self._failed(error)
 
     def _failed(self, error: Exception) -> web.Response:
         """The answer to a request that the reward failed on. Failures of one kind and place in its code are logged when they
@@ -191,7 +199,7 @@ class RewardServer:
         self, images: np.ndarray, prompts: list[str], metadata: list[dict[str, Any]], group_ids: list[int] | None,
     ) -> tuple[dict[str, np.ndarray], float]:
         start = time.perf_counter()
-        result = self._reward.score(images, prompts, metadata, group_ids=group_ids)
+        result = self._reward.score(read_only(images), prompts, metadata, group_ids=group_ids)
         # NaN or infinity never leave as numbers: they are refused here.
         return validated(result, len(prompts), self._reward.name, range=self._reward.range), time.perf_counter() - start
 
@@ -235,11 +243,11 @@ class RewardServer:
         return np.stack(images), prompts, metadata, ids
 
     async def _self_test(self, request: web.Request) -> web.Response:
-        try:
-            with no_exit(self._reward.name):
-                case = self._reward.self_test_case()
-        except Exception as error:
-            return self._failed(error)
+        return await self._on_scorer(self._known_pictures)
+
+    def _known_pictures(self) -> web.Response:
+        with no_exit(self._reward.name):
+            case = self._reward.self_test_case()
         body = None if case is None else {
             "images": [to_base64(to_png(image)) for image in case.images], "prompts": list(case.prompts),
             "metadata": list(case.metadata) or [{} for _ in case.prompts], "ordered": case.ordered}

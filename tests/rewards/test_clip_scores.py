@@ -3,18 +3,22 @@ import io
 import shutil
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
 import tiny_clip
 import torch
 from PIL import Image
+from raw_png import GREY, RGB, png
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from flowgrpo_ray import rewards
-from flowgrpo_ray.rewards import RewardError
+from flowgrpo_ray.rewards import RewardError, clip_scores
+from flowgrpo_ray.rewards.http_client import to_png
+from flowgrpo_ray.rewards.pictures import read_rgb
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "two birds", ""]
 
@@ -128,9 +132,7 @@ def similarity(folder):
 def test_similarity_is_the_cosine_of_the_models_embeddings(folder, similarity, tmp_path):
     images, references = noise(3), noise(2, 64, 64, seed=1)
     paths = [write(tmp_path / f"a picture {i}.png", r) for i, r in enumerate(references)]
-    buffer = io.BytesIO()
-    Image.fromarray(references[0]).save(buffer, format="PNG")
-    uris = [str(paths[0]), paths[1].as_uri(), f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"]
+    uris = [str(paths[0]), paths[1].as_uri(), data_uri(to_png(references[0]))]
     assert "%20" in uris[1]
     with torch.no_grad():
         pixels = CLIPImageProcessorPil.from_pretrained(folder)(
@@ -143,15 +145,62 @@ def test_similarity_is_the_cosine_of_the_models_embeddings(folder, similarity, t
     assert np.ptp(got) > 1e-3
 
 
+def data_uri(data):
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def with_alpha(image, value):
+    buffer = io.BytesIO()
+    Image.fromarray(np.concatenate([image, np.full((*image.shape[:2], 1), value, np.uint8)], axis=2)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
 def test_a_reference_is_read_once_and_its_mode_converted(folder, tmp_path):
     reward, image = made("image_similarity", folder), noise(1)
     path = tmp_path / "alpha.png"
-    Image.fromarray(np.concatenate([image[0], np.full((40, 56, 1), 9, np.uint8)], axis=2)).save(path)
+    path.write_bytes(with_alpha(image[0], 255))
     metadata = [{"image": str(path)}]
     first = reward.score(image, [""], metadata)["image_similarity"]
     assert first[0] == pytest.approx(1, abs=1e-6)
     path.write_bytes(b"gone")
     assert reward.score(image, [""], metadata)["image_similarity"].tobytes() == first.tobytes()
+
+
+class Uri(str):
+    """One that can be seen to be gone."""
+
+
+def test_of_a_reference_only_the_embedding_is_kept(folder, monkeypatch):
+    monkeypatch.setattr(clip_scores, "CACHED_REFERENCES", 2)
+    reward, image, read = made("image_similarity", folder), noise(1), []
+    monkeypatch.setattr(clip_scores, "read_rgb", lambda source: (read.append(source), read_rgb(source))[1])
+    texts = [data_uri(to_png(picture)) for picture in noise(3, seed=1)]
+
+    def score(number):
+        uri = Uri(texts[number])
+        found = reward.score(image, [""], [{"image": uri}])["image_similarity"].item()
+        return found, weakref.ref(uri)
+
+    first, gone = score(0)
+    assert gone() is None
+    assert score(1)[0] != first and score(0)[0] == first and len(read) == 2
+    score(2)  # takes the place of 1, which was used before 0
+    assert score(0)[0] == first and len(read) == 3
+    score(1)
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize(("data", "message"), [
+    (with_alpha(noise(1)[0], 9), "is transparent in places; put it on a background first"),
+    (png(RGB, 8, [b"abcdef"], (b"tRNS", b"\0a\0b\0c"), width=2), "is transparent in places"),
+    (png(GREY, 16, [b"\1\2\3\4"], width=2), "has more than 8 bits a channel"),
+    (png(RGB, 8, [b"abcdef"], (b"pHYs", b"\0"), width=2), "cannot be read as an image: Truncated pHYs chunk"),
+])
+def test_a_reference_that_would_be_read_wrongly_is_refused(similarity, tmp_path, data, message):
+    (tmp_path / "a.png").write_bytes(data)
+    for uri in (str(tmp_path / "a.png"), data_uri(data)):
+        with pytest.raises(RewardError, match=f"reward image_similarity: the reference image .* {message}"):
+            similarity.score(noise(1), [""], [{"image": uri}])
 
 
 @pytest.mark.parametrize(("metadata", "message"), [
@@ -171,7 +220,8 @@ def test_a_missing_reference_is_named_before_any_model_is_loaded(similarity, met
         similarity.score(noise(1), ["a cat"], [metadata])
 
 
-@pytest.mark.parametrize("uri", ["data:image/png;base64,%%%", "data:image/png;base64,", "data:text/plain,cat", "broken.png"])
+@pytest.mark.parametrize("uri", ["data:image/png;base64,%%%", "data:image/png;base64,", "data:image/png;base64,A",
+                                 "data:text/plain,cat", "broken.png"])
 def test_a_reference_that_is_no_image_is_named(similarity, tmp_path, monkeypatch, uri):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG no more")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from answering import Server, in_turn, serving
 from PIL import Image
+from raw_png import RGB, png
 
 from flowgrpo_ray.rewards import RewardError, http_client
 from flowgrpo_ray.rewards.http_client import HttpClient, HttpError, from_png, strict_json, to_base64, to_png, url_problem
@@ -47,9 +48,9 @@ def test_red_is_red_for_another_reader():
     assert Image.open(io.BytesIO(to_png(RED))).getpixel((3, 3)) == (255, 0, 0)
 
 
-def encoded(image, form):
+def encoded(image, form, **more):
     buffer = io.BytesIO()
-    image.save(buffer, form)
+    image.save(buffer, form, **more)
     return to_base64(buffer.getvalue())
 
 
@@ -62,6 +63,10 @@ def encoded(image, form):
     (encoded(Image.fromarray(RED), "JPEG"), "is no PNG"),
     (encoded(Image.fromarray(RED).convert("RGBA"), "PNG"), "mode RGBA, not 8-bit RGB"),
     (encoded(Image.fromarray(RED).convert("L"), "PNG"), "mode L"),
+    (encoded(Image.fromarray(RED), "PNG", transparency=(255, 0, 0)), "is transparent in places"),
+    (to_base64(png(RGB, 16, [b"\1\2" * 3], width=1)), "has more than 8 bits a channel"),
+    (to_base64(png(RGB, 8, [b"abc"], (b"pHYs", b""), width=1)), "damaged PNG"),
+    (to_base64(png(RGB, 8, [b"abc"], width=1, after=[(b"iCCP", b"a\0")])), "damaged PNG"),
     (to_base64(to_png(np.zeros((101, 100, 3), np.uint8))), "has 100 x 101 pixels, more than the 10000 allowed"),
 ])
 def test_what_is_no_rgb_png_is_refused(text, message):

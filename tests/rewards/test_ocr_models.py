@@ -144,7 +144,7 @@ def test_a_damaged_model_is_named_with_its_option(cache, tmp_path):
 
 @pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="onnxruntime can use a GPU here")
 def test_a_gpu_that_cannot_be_used_is_named(cache):
-    with pytest.raises(RewardError, match="^reward ocr: option device='gpu': .*CUDAExecutionProvider"):
+    with pytest.raises(RewardError, match="^reward ocr: option device is gpu, and this onnxruntime is a build for the CPU"):
         rewards.get("ocr", device="gpu")
 
 

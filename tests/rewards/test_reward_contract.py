@@ -333,6 +333,14 @@ def test_the_self_test(scores, message):
         reward.self_test()
 
 
+@pytest.mark.parametrize("function", ["in_place", "unlocks"])
+def test_the_self_test_gives_read_only_pictures_as_a_run_does(function):
+    reward = rewards.get(f"own_rewards:{function}")
+    with pytest.raises(ValueError, match="read-only|cannot set WRITEABLE"):
+        reward.self_test()
+    assert reward.self_test_case().images.flags.writeable, "its own are its own"
+
+
 def test_the_self_test_measures_batch_invariance(monkeypatch):
     Falling(scores=[0.9, 0.5, 0.1], per_batch=0.01).self_test()
     monkeypatch.setattr(Falling, "batch_invariant", True)

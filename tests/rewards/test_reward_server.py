@@ -279,6 +279,52 @@ def test_one_request_is_scored_at_a_time_and_the_others_wait(probe):
     assert answers == [200] * 4 and Probe.together == 1
 
 
+def test_the_known_pictures_are_asked_for_where_scores_are(probe, monkeypatch):
+    case, places = probe.self_test_case(), []
+
+    def slow(self):
+        places.append(threading.current_thread().name)
+        return (self.score(case.images, ["wait", ""], [{}, {}]), case)[1]
+
+    monkeypatch.setattr(Probe, "self_test_case", slow)
+    answers = []
+    with served(probe, max_queue=1) as url:
+        threads = in_threads([lambda: answers.append(requests.get(f"{url}/v1/self_test", timeout=20).json())])
+        until(lambda: Probe.running == 1)
+        threads += in_threads([lambda: answers.append(ask(url, body(1)).json())])
+        until(lambda: requests.get(f"{url}/health", timeout=5).json()["queued"] == 1)
+        full = requests.get(f"{url}/v1/self_test", timeout=5)
+        assert full.status_code == 503 and "1 requests wait" in full.json()["error"]["message"]
+        Probe.go.set()
+        for thread in threads:
+            thread.join()
+    assert len(answers[0]["images"]) == 2 and "scores" in answers[1] and Probe.together == 1 and places == ["scorer"]
+
+
+def raise_lost(self):
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(("case", "message"), [
+    (raise_lost, "KeyError: 'lost'"),
+    (lambda self: SelfTest(IMAGES, ("",) * 5, ({"a": object()},) * 5), "TypeError: Object of type object is not JSON"),
+    (lambda self: SelfTest(IMAGES / 2, ("",) * 5), "TypeError: Cannot handle this data type"),
+])
+def test_known_pictures_that_cannot_be_given_are_an_error_in_json(probe, monkeypatch, case, message):
+    monkeypatch.setattr(Probe, "self_test_case", case)
+    with served(probe) as url:
+        answer = requests.get(f"{url}/v1/self_test", timeout=5)
+        assert answer.status_code == 500 and message in answer.json()["error"]["message"]
+        assert ask(url, body()).status_code == 200
+
+
+@pytest.mark.parametrize("function", ["in_place", "unlocks"])
+def test_a_served_reward_gets_read_only_images_as_in_a_run(function):
+    with served(rewards.get(f"own_rewards:{function}")) as url:
+        answer = ask(url, body())
+    assert answer.status_code == 500 and re.search("read-only|cannot set WRITEABLE", answer.json()["error"]["message"])
+
+
 def test_a_full_queue_says_try_again(probe):
     with served(probe, max_queue=1) as url:
         threads = in_threads([lambda: ask(url, body(prompt="wait")) for _ in range(2)])
@@ -412,6 +458,7 @@ def _quietly(url):
     (["jpeg_compresibility"], 2, "did you mean jpeg_compressibility?"),
     (["ocr", "--option", "mode=recognise"], 2, "did you mean recognition?"),
     (["ocr", "--option", "mode"], 2, "not of the form"),
+    (["video_ocr"], 2, "reward video_ocr scores videos; this command takes images; did you mean ocr?"),
     (["remote", "--option", "url=http://127.0.0.1:9", "--option", "retries=0"], 1, "http://127.0.0.1:9/health"),
 ])
 def test_what_cannot_be_served_is_said(arguments, code, message):
