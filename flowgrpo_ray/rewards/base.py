@@ -35,7 +35,8 @@ class Option:
     """One option of a reward: its default and what it may hold.
 
     `choices`, where given, are all the values it can take. Otherwise the value is of `kind`; None is right only where
-    it is the default. `minimum` is the smallest number. Numbers are finite, but for a default that is not.
+    it is the default. `minimum` and `maximum` are the smallest and the largest number. Numbers are finite, but for a
+    default that is not.
     """
 
     default: Any
@@ -43,6 +44,7 @@ class Option:
     kind: type = str
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, or None."""
@@ -61,6 +63,8 @@ class Option:
             return f"is {value!r}, not a finite number; the default is {self.default!r}"
         if self.minimum is not None and not value >= self.minimum:
             return f"is {value!r}; the smallest right value is {self.minimum:g}"
+        if self.maximum is not None and not value <= self.maximum:
+            return f"is {value!r}; the largest right value is {self.maximum:.15g}"
         return None
 
 

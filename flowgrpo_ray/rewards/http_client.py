@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,26 +31,14 @@ SHOWN = 300  # characters of a server's answer that an error quotes
 _Answer = tuple[int, Mapping[str, str], bytes]  # status, headers, body
 
 
-@dataclass(frozen=True)
-class _Seconds(Option):
-    """A time to wait, of `LARGEST_S` at most."""
-
-    def problem(self, value: Any) -> str | None:
-        """See `Option.problem`."""
-        problem = super().problem(value)
-        if problem is None and value > LARGEST_S:
-            return f"is {value!r}; the largest right value is {LARGEST_S:.0f} (seconds)"
-        return problem
-
-
 # Options of every reward that talks to a server.
 CONNECTION: dict[str, Option] = {
-    "timeout_s": _Seconds(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
-                          "answer; an answer that is late is an error at once", kind=float, minimum=0.01),
+    "timeout_s": Option(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
+                        "answer; an answer that is late is an error at once", kind=float, minimum=0.01, maximum=LARGEST_S),
     "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
                       "504; any other failure is final", kind=int, minimum=0),
-    "backoff_s": _Seconds(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
-                          kind=float, minimum=0),
+    "backoff_s": Option(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
+                        kind=float, minimum=0, maximum=LARGEST_S),
 }
 
 
@@ -103,16 +90,22 @@ def url_problem(option: str, value: Any, example: str) -> str | None:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and Infinity, which Python's parser takes, are errors too.
+    """Parse JSON without what Python's parser lets pass: NaN, Infinity, and an object that has a name twice.
 
     Raises:
-        ValueError: not JSON, or nested deeper than Python's parser goes.
+        ValueError: not JSON, one of these, or nested deeper than Python's parser goes.
     """
     def refuse(token: str) -> Any:
         raise ValueError(f"{token} is no JSON number")
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+        return dict(pairs)
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 SHOWN = 200  # characters of a reply that an error quotes
 PARSERS = ("json:", "regex:")
+CUT = ("length", "content_filter", "abort", "error")  # finish_reason of replies that are not whole
 
 T = TypeVar("T")
 
@@ -88,11 +89,12 @@ def parser_problem(parser: str, others: Sequence[str] = ()) -> str | None:
 def extract(reply: str, parser: str) -> Any:
     """The verdict in a reply, as the parser finds it: a text, or for `json:` the field's value.
 
-    `json:` takes the whole reply, or what a single ```-fence in it holds; `regex:` the last match, as a verdict comes after
-    the reasoning; `number` the whole reply.
+    `json:` takes the whole reply, or what a single ```-fence in it holds; `number` the whole reply. `regex:` takes the last
+    match, as a verdict comes after the reasoning. Where another match says something else, the last one has to begin a line:
+    marks such as ** and - may stand before it there, words may not. A number has to be matched whole.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is not there, or it is not clear which one it is.
     """
     if parser.startswith("json:"):
         field = parser.removeprefix("json:")
@@ -102,21 +104,42 @@ def extract(reply: str, parser: str) -> Any:
             raise ValueError(f"no field {field!r}")
         return value[field]
     if parser.startswith("regex:"):
-        found = re.findall(parser.removeprefix("regex:"), reply)
-        if not found:
+        matches = list(re.finditer(parser.removeprefix("regex:"), reply))
+        if not matches:
             raise ValueError("the pattern does not match")
+        found = [_with_rest(reply, match) for match in matches]
+        if found[-1] != (matches[-1][1] or ""):
+            raise ValueError(f"the pattern matches only a part of {found[-1]!r}")
+        other = next((text for text in found if text != found[-1]), None)
+        if other is not None and not _begins_line(reply, matches[-1]):
+            raise ValueError(f"it says {other!r} and {found[-1]!r}, and the last is not at the start of a line")
         return found[-1]
     return reply.strip()
 
 
+def _with_rest(reply: str, match: re.Match[str]) -> str:
+    """What a pattern's group matched, with what is left of a number whose first digits it is."""
+    found = match[1] or ""
+    return found + (re.compile(r"(?:[.,]?\d)*").match(reply, match.end(1))[0] if found[-1:].isdigit() else "")
+
+
+def _begins_line(reply: str, match: re.Match[str]) -> bool:
+    """Whether a match stands at the start of a line, but for marks and numbering."""
+    start = match.end() - len(match[0].lstrip())
+    return not any(character.isalpha() for character in reply[:start].rpartition("\n")[2])
+
+
 def to_number(value: Any) -> float:
     """A number, or a text that is one; raises ValueError for anything else, and for NaN and infinity."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    # Python reads "4_5" as 45.
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or (isinstance(value, str) and "_" in value):
         raise ValueError(f"{value!r} is no number")
     try:
         number = float(value)
     except ValueError:
         raise ValueError(f"{value!r} is no number") from None
+    except OverflowError:
+        raise ValueError("a number of hundreds of digits") from None
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not finite")
     return number
@@ -186,7 +209,7 @@ class ChatReward(Reward):
         raise RewardError(f"reward {self.name}: {self._http.base_url} serves no model {wanted!r}{nearest(wanted, names)}")
 
     def ask(self, pictures: Sequence[str], text: str) -> str:
-        """The model's reply to pictures (data URLs) and a text; RewardError where it is empty or there is none."""
+        """The model's reply to pictures (data URLs) and a text; RewardError where there is none, or it is empty or cut off."""
         content = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
         body = {"model": self._model, "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
                 "max_tokens": self.settings["max_tokens"], "temperature": self.settings["temperature"]}
@@ -197,8 +220,13 @@ class ChatReward(Reward):
         except (KeyError, IndexError, TypeError):
             raise RewardError(f"reward {self.name}: the answer of {self._http.base_url} holds no reply: "
                               f"{str(answer)[:SHOWN]}") from None
+        reason = choice.get("finish_reason")
+        if reason in CUT:  # the rest might have changed the verdict: "4" can be the start of "4.5"
+            advice = f"; option max_tokens is {self.settings['max_tokens']}, give it more" if reason == "length" else ""
+            raise RewardError(f"reward {self.name}: the model's reply is cut off (finish_reason {reason!r}){advice}. It ends: "
+                              f"{_end_of(str(reply or ''))!r}")
         if not isinstance(reply, str) or not reply.strip():
-            raise RewardError(f"reward {self.name}: the model's reply is empty (finish_reason {choice.get('finish_reason')!r})")
+            raise RewardError(f"reward {self.name}: the model's reply is empty (finish_reason {reason!r})")
         return reply
 
     def _post(self, body: dict[str, Any]) -> Any:
@@ -224,8 +252,7 @@ class ChatReward(Reward):
         try:
             return read(extract(reply, self.settings["parser"]))
         except ValueError as error:
-            shown = reply if len(reply) <= SHOWN else f"...{reply[-SHOWN:]}"
-            raise RewardError(f"reward {self.name}: no verdict in the model's reply ({error}): {shown!r}") from None
+            raise RewardError(f"reward {self.name}: no verdict in the model's reply ({error}): {_end_of(reply)!r}") from None
 
     def data_url(self, image: np.ndarray) -> str:
         """A picture, uint8 [H, W, 3], as a PNG data URL, scaled down to `image_size`."""
@@ -247,6 +274,10 @@ class ChatReward(Reward):
             finally:
                 for future in futures:
                     future.cancel()
+
+
+def _end_of(reply: str) -> str:
+    return reply if len(reply) <= SHOWN else f"...{reply[-SHOWN:]}"
 
 
 def object_schema(field: str, value: Mapping[str, Any]) -> dict[str, Any]:

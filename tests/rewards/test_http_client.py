@@ -76,7 +76,8 @@ def test_a_png_that_says_it_is_huge_is_refused():
         from_png(to_base64(huge), max_pixels=10_000)
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", "", "{", "[" * 100_000 + "]" * 100_000])
+@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", '{"a": [{"b": 1, "b": 2}]}', "", "{",
+                                  "[" * 100_000 + "]" * 100_000])
 def test_strict_json_refuses(text):
     with pytest.raises(ValueError):
         strict_json(text)

@@ -109,6 +109,14 @@ def test_register_makes_a_reward_available(registry):
     assert len(rewards.option_problems("constant", {"level": math.nan})) == 1
 
 
+@pytest.mark.parametrize(("value", "problem"), [
+    (0.5, None), (1, None), (250_000, None), (0.4, "is 0.4; the smallest right value is 0.5"),
+    (250_001, "is 250001; the largest right value is 250000"), (1e300, "is 1e+300; the largest right value is 250000"),
+])
+def test_bounds_of_an_option(value, problem):
+    assert Option(1.0, "a number", kind=float, minimum=0.5, maximum=250_000).problem(value) == problem
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400])
 def test_a_number_that_is_none_is_refused(value, tmp_path, monkeypatch):
     (tmp_path / "numbers_of_mine.py").write_text(
