@@ -158,15 +158,15 @@ class HttpClient:
         base_url: prefix of every path.
         who: name of the reward, for errors.
         timeout_s, retries, backoff_s: see `CONNECTION`.
-        headers: sent with every request.
+        key: sent as a bearer token, whatever ~/.netrc and the URL hold for the server; they count where there is none.
     """
 
     def __init__(
         self, base_url: str, *, who: str, timeout_s: float, retries: int, backoff_s: float,
-        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._who, self._headers = who, dict(headers or {})
+        self._who, self._key = who, key
         self._timeout, self._retries, self._backoff = timeout_s, retries, backoff_s
         self._idle: SimpleQueue[Any] = SimpleQueue()  # sessions, each with its open connection
 
@@ -240,13 +240,13 @@ class HttpClient:
         from urllib3.exceptions import ReadTimeoutError
 
         end = time.monotonic() + self._timeout
-        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        headers = {"Content-Type": "application/json"} if body is not None else {}
         # A connection that is not accepted is found before the whole try is late: it may be tried again.
         timeouts = (0.9 * self._timeout, self._timeout)
         try:
             # A redirected POST would arrive as a GET.
             with session.request(method, url, data=body, headers=headers, timeout=timeouts, allow_redirects=False,
-                                 stream=True) as response:
+                                 stream=True, auth=self._authorize if self._key else None) as response:
                 parts = []
                 for part in response.iter_content(CHUNK):
                     if time.monotonic() > end:
@@ -261,6 +261,11 @@ class HttpClient:
             if isinstance(error, (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)):
                 raise _Retriable(f"no connection, or it was lost: {_reason(error)}") from None
             raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}") from None
+
+    def _authorize(self, request: Any) -> Any:
+        """Set the key as late as `requests` would put other credentials in its place."""
+        request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
 
     def _late(self, url: str) -> RewardError:
         return RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s")

@@ -158,14 +158,8 @@ class ChatReward(Reward):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        s, headers = self.settings, {}
-        if s["api_key_env"]:
-            key = os.environ.get(s["api_key_env"])
-            if not key:
-                raise RewardError(f"reward {self.name}: the environment variable {s['api_key_env']} (option api_key_env) is "
-                                  "not set where the reward runs")
-            headers["Authorization"] = f"Bearer {key}"
-        self._http = HttpClient(s["base_url"], who=self.name, headers=headers, **{key: s[key] for key in CONNECTION})
+        s = self.settings
+        self._http = HttpClient(s["base_url"], who=self.name, key=self._key(), **{key: s[key] for key in CONNECTION})
         self._model = self._find_model()
         self._schema = self.schema() if s["structured"] != "never" and s["parser"].startswith("json:") else None
         self._lock = threading.Lock()
@@ -191,6 +185,16 @@ class ChatReward(Reward):
     def schema(self) -> dict[str, Any]:
         """JSON schema of a reply."""
         raise NotImplementedError
+
+    def _key(self) -> str | None:
+        variable = self.settings["api_key_env"]
+        if variable is None:
+            return None
+        key = os.environ.get(variable, "").strip()  # of a key from a file a line end may be left
+        if not key or not (key.isascii() and key.isprintable()):
+            what = "holds characters that no key has" if key else "is not set where the reward runs"
+            raise RewardError(f"reward {self.name}: the environment variable {variable} (option api_key_env) {what}")
+        return key
 
     def _find_model(self) -> str:
         answer = self._http.get("/models")

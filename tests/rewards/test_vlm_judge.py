@@ -279,7 +279,12 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     with endpoint(by_red) as server:
         with pytest.raises(RewardError, match=r"the environment variable JUDGE_KEY \(option api_key_env\) is not set"):
             judge(server, api_key_env="JUDGE_KEY")
-        monkeypatch.setenv("JUDGE_KEY", "sk-1")
+        for wrong in ("sk-1\nHost: elsewhere", "sk-\u00fc"):
+            monkeypatch.setenv("JUDGE_KEY", wrong)
+            with pytest.raises(RewardError, match="JUDGE_KEY .* holds characters that no key has") as error:
+                judge(server, api_key_env="JUDGE_KEY")
+            assert "sk-" not in str(error.value)
+        monkeypatch.setenv("JUDGE_KEY", "sk-1\n")
         score(judge(server, api_key_env="JUDGE_KEY"))
         assert all(headers["Authorization"] == "Bearer sk-1" for *_, headers in server.requests)
 
