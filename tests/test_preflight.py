@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from runs import small_config
 
 from flowgrpo_ray import tiny
@@ -81,6 +84,16 @@ def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
 ])
 def test_defaults_and_the_nearest_right_values_fit(tmp_path, reward):
     assert check(small_config(tmp_path, "x", overrides={"rewards.far": reward})).train
+
+
+def test_metadata_that_a_server_cannot_be_sent(tmp_path):
+    rows = [{"prompt": "a cat"}, {"prompt": "a dog", "made": datetime(2026, 1, 2)}]
+    parquet.write_table(pa.Table.from_pylist(rows, pa.schema([("prompt", pa.string()), ("made", pa.timestamp("s"))])),
+                        tmp_path / "p.parquet")
+    overrides = {"data.train_prompts": str(tmp_path / "p.parquet")}
+    assert check(small_config(tmp_path, "x", overrides=overrides)).train
+    with pytest.raises(ConfigError, match=r"cannot be scored by reward far:\n  line 2: 'a dog': metadata 'made' is datetime"):
+        check(small_config(tmp_path, "x", overrides=overrides | {"rewards.far": {"type": "remote", "options": URL}}))
 
 
 def test_exit_in_the_check_of_a_prompt(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from flowgrpo_ray.rewards.base import (
 )
 from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
 from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
-from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient
+from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, json_problem
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 LOCAL_ONLY = ("class_names", "clip", "revision")
@@ -85,8 +85,9 @@ class GenEval(Reward):
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
         """See `Reward.check_prompt`."""
-        problem = metadata_problem(metadata)
-        return f"geneval needs the metadata of a GenEval prompt: {problem}" if problem else None
+        if problem := metadata_problem(metadata):
+            return f"geneval needs the metadata of a GenEval prompt: {problem}"
+        return json_problem(metadata) if options.get("url") is not None else None
 
     def self_test_case(self) -> SelfTest | None:
         """A server's own pictures; here two that only have to be scored: no drawn object is known to every detector."""

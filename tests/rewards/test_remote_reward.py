@@ -1,3 +1,5 @@
+import datetime
+import decimal
 import json
 
 import numpy as np
@@ -185,6 +187,21 @@ def test_a_group_goes_out_whole():
         score(remote(server, "remote_group"), images)
     with reward_server() as server, pytest.raises(RewardError, match="use the reward remote"):
         remote(server, "remote_group")
+
+
+@pytest.mark.parametrize(("value", "shown"), [
+    (datetime.datetime(2026, 1, 2), "datetime.datetime(2026, 1, 2, 0, 0)"), (float("nan"), "nan"), (b"x", "b'x'"),
+    ([1, {"a": -np.inf}], "-inf"), (decimal.Decimal("0.1"), "Decimal('0.1')"), ({(1, 2): 3}, "{(1, 2): 3}"),
+])
+@pytest.mark.parametrize("name", ["remote", "remote_group", "deqa", "geneval"])
+def test_metadata_that_json_does_not_have_is_found_before_the_start(name, value, shown):
+    geneval = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+    check = rewards.reward_class(name).check_prompt
+    problem = check("a dog", geneval | {"made": value}, url="http://x")
+    assert "metadata 'made' is " in problem and shown in problem and len(problem) < 400
+    assert check("a dog", geneval | {"made": ["2026", 1, None, {"a": 0.5}]}, url="http://x") is None
+    if name == "geneval":
+        assert check("a dog", geneval | {"made": value}, detector="x") is None
 
 
 # Self-test ------------------------------------------------------------------------------------------------------------
