@@ -249,15 +249,6 @@ def test_a_broken_self_test_is_an_error(reply):
 
 # deqa -----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("value", [-10, 0, 5.5])
-def test_deqa_takes_no_sentinel_for_a_score(value):
-    health = {"name": "deqa", "range": [1, 5], "scope": "sample"}
-    with reward_server(health, scores=lambda body: {"deqa": [3.25, value]}) as server:
-        reward = remote(server, "deqa")
-        with pytest.raises(RewardError, match=rf"reward deqa: {value:g} is outside 1 to 5, so it is no score .*at \[1\] of 2"):
-            score(reward)
-
-
 def test_deqa_scores_on_the_server_s_scale():
     with reward_server({"name": "deqa", "range": [1, 5], "scope": "sample"}, scores=lambda body: {"deqa": [1, 5]}) as server:
         assert score(remote(server, "deqa"))["deqa"].tolist() == [1, 5]

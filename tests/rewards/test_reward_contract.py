@@ -242,6 +242,16 @@ def test_a_score_outside_the_declared_range_is_no_score(bounds, score, right):
         rewards.validated(result, 2, "r", range=bounds)
 
 
+@pytest.mark.parametrize("value", [-10, 0, 5.5])
+def test_a_sentinel_of_a_server_is_no_score(value):
+    replies = {"/health": {"name": "deqa", "range": [1, 5], "scope": "sample"}, "/v1/score": {"scores": {"deqa": [3.25, value]}}}
+    with serving(lambda method, path, body: (200, replies[path])) as server:
+        reward = rewards.get("deqa", url=server.url)
+        result = reward.score(images(2), ["", ""], [{}, {}])
+        with pytest.raises(RewardError, match=rf"reward deqa: {value:g} is outside 1 to 5, so it is no score .*at \[1\] of 2"):
+            rewards.validated(result, 2, "deqa", range=reward.range)
+
+
 def test_what_has_no_sure_bound_declares_none():
     assert all(rewards.reward_class(name).range == (-math.inf, math.inf) for name in ("aesthetic", "image_reward"))
 
