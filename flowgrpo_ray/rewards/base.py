@@ -168,6 +168,12 @@ class Reward(ABC):
         return 0.0
 
     @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """Requests to the reward's own server that a call for so many images sends one after another. Those that are under
+        way at once count as one."""
+        return 1
+
+    @classmethod
     def group_problem(cls, settings: Mapping[str, Any], size: int) -> str | None:
         """Why groups of `size` images cannot be scored under these settings, or None. Asked of rewards of scope "group"."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,7 @@ from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClien
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 LOCAL_ONLY = ("class_names", "clip", "revision")
+PER_REQUEST = REMOTE_OPTIONS["batch_size"].default
 REMOTE_ONLY = ("score", "timeout_s", "retries", "backoff_s")
 
 
@@ -57,7 +59,7 @@ class GenEval(Reward):
         s = self.settings
         self._client = None
         if s["url"] is not None:
-            self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or REMOTE_OPTIONS["batch_size"].default})
+            self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or PER_REQUEST})
             if self._client.health["scope"] != "sample":
                 raise RewardError(f"reward geneval: {s['url']} serves {self._client.health['name']}, which scores whole groups")
             return
@@ -81,6 +83,11 @@ class GenEval(Reward):
     def longest_wait(cls, settings: Mapping[str, Any]) -> float:
         """See `Reward.longest_wait`."""
         return 0.0 if settings["url"] is None else longest_wait(settings)
+
+    @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`."""
+        return 1 if settings["url"] is None else math.ceil(images / (settings["batch_size"] or PER_REQUEST))
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:

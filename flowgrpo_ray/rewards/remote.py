@@ -224,6 +224,11 @@ class RemoteReward(Reward):
         return longest_wait(settings)
 
     @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`; more where the server takes fewer images than `batch_size`."""
+        return 1 if cls.scope == "group" else math.ceil(images / settings["batch_size"])
+
+    @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
         """See `Reward.check_prompt`."""
         return json_problem(metadata)

@@ -182,6 +182,16 @@ class ChatReward(Reward):
         """See `Reward.longest_wait`."""
         return longest_wait(settings)
 
+    @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`."""
+        return math.ceil(cls.requests_of(settings, images) / settings["concurrency"])
+
+    @classmethod
+    def requests_of(cls, settings: Mapping[str, Any], images: int) -> int:
+        """Requests that a call for so many images sends in all."""
+        return images
+
     def schema(self) -> dict[str, Any]:
         """JSON schema of a reply."""
         raise NotImplementedError

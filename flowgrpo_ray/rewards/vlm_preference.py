@@ -84,6 +84,11 @@ class VlmPreference(ChatReward):
             return str(error)
         return None
 
+    @classmethod
+    def requests_of(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `ChatReward.requests_of`."""
+        return 2 * len(pairs_of(images, settings["max_pairs"]))
+
     def schema(self) -> dict[str, Any]:
         """See `ChatReward.schema`."""
         field = self.settings["parser"].removeprefix("json:")

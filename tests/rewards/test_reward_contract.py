@@ -244,7 +244,8 @@ def test_a_score_outside_the_declared_range_is_no_score(bounds, score, right):
 
 @pytest.mark.parametrize("value", [-10, 0, 5.5])
 def test_a_sentinel_of_a_server_is_no_score(value):
-    replies = {"/health": {"name": "deqa", "range": [1, 5], "scope": "sample"}, "/v1/score": {"scores": {"deqa": [3.25, value]}}}
+    replies = {"/health": {"name": "deqa", "range": [1, 5], "scope": "sample"},
+               "/v1/score": {"scores": {"deqa": [3.25, value]}}}
     with serving(lambda method, path, body: (200, replies[path])) as server:
         reward = rewards.get("deqa", url=server.url)
         result = reward.score(images(2), ["", ""], [{}, {}])
