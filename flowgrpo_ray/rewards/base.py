@@ -130,6 +130,10 @@ class Reward(ABC):
             calls may be filled up with images of several shards.
         description: one line for people.
         options: the constructor's keywords.
+
+    Attributes:
+        notes: what people should know about how this instance scores, such as what it has to do without. An instance adds its
+            own, at any time; the driver logs each text once.
     """
 
     name: ClassVar[str]
@@ -145,6 +149,7 @@ class Reward(ABC):
     batch_invariant: ClassVar[bool] = False
     description: ClassVar[str] = ""
     options: ClassVar[dict[str, Option]] = {}
+    notes: tuple[str, ...] = ()
 
     def __init__(self, **options: Any) -> None:
         """Check `options` and keep them, defaults filled in, as `self.settings`; a subclass then loads its model.

@@ -67,6 +67,7 @@ class GenEval(Reward):
 
         self._detector = TransformersDetector(s["detector"], s["revision"], batch_size=s["batch_size"] or 4)
         self._colours = ColourClassifier(s["clip"])
+        self.notes += self._colours.notes
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:

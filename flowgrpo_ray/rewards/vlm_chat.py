@@ -6,7 +6,6 @@ What a reply does not say is never made up: no verdict in it, or one outside wha
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -29,8 +28,6 @@ from flowgrpo_ray.rewards.http_client import (
     to_png,
     url_problem,
 )
-
-log = logging.getLogger(__name__)
 
 EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 SHOWN = 200  # characters of a reply that an error quotes
@@ -256,8 +253,8 @@ class ChatReward(Reward):
                 raise
             with self._lock:
                 if self._schema is not None:
-                    log.warning("reward %s: %s has no structured output (%s); going on without, replies are parsed as strictly",
-                                self.name, self._http.base_url, error.text)
+                    self.notes += (f"{self._http.base_url} has no structured output ({error.text}); going on without, replies "
+                                   "are parsed as strictly",)
                     self._schema = None
         return self._http.post("/chat/completions", body)
 

@@ -1,7 +1,6 @@
 import base64
 import io
 import json
-import logging
 import threading
 
 import numpy as np
@@ -104,15 +103,18 @@ def without_schema(body):
     return by_red(body)
 
 
-def test_a_server_without_structured_output_is_asked_without_it_and_that_is_logged_once(caplog):
-    with endpoint(without_schema) as server, caplog.at_level(logging.WARNING):
+def test_a_server_without_structured_output_is_asked_without_it_and_that_is_noted_once():
+    with endpoint(without_schema) as server:
         reward = judge(server)
         for _ in range(3):
             assert score(reward)["vlm_judge"].tolist() == [1, 0]
         sent = ["response_format" in body for _, path, body, _ in server.requests if path == "/v1/chat/completions"]
     assert sum(sent) <= 2 and not any(sent[4:])
-    (record,) = [r for r in caplog.records if "structured output" in r.message]
-    assert "json_schema is not supported" in record.message
+    (note,) = reward.notes
+    assert "/v1 has no structured output (response_format of type json_schema is not supported); going on without" in note
+    with endpoint(by_red) as server:
+        reward = judge(server)
+        assert score(reward)["vlm_judge"].tolist() == [1, 0] and reward.notes == ()
 
 
 def test_insisting_on_structured_output_is_an_error_without_it():
