@@ -80,36 +80,36 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
         problems.append(f"rewards.{name}: reward {cls.name} scores videos; training samples images"
                         + nearest(cls.name.removeprefix("video_"), [r for r in known_rewards() if r != cls.name]))
     settings, size = settings_of(cls, reward.options), config.sampling.group_size
+    if (wait := cls.longest_wait(settings)) >= reward.timeout_s:
+        problems.append(f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take "
+                        f"{wait:g} s (rewards.{name}.options.timeout_s, and the waits of its retries and backoff_s): the actor "
+                        f"would be replaced before the reward can say what is wrong; the nearest right value is "
+                        f"{math.floor(wait) + 1}")
     if cls.scope == "group" and (problem := cls.group_problem(settings, size)):
         problems.append(f"rewards.{name}.options: {problem} (sampling.group_size is {size})")
-    return problems or _waits(name, reward, cls, config)
+    if not problems:
+        _warn_of_waits(name, reward, cls, config)
+    return problems
 
 
-def _waits(name: str, reward: RewardConfig, cls: type[Reward], config: Config) -> list[str]:
-    """Where the waits for a reward's own server do not fit into the time of a call.
+def _warn_of_waits(name: str, reward: RewardConfig, cls: type[Reward], config: Config) -> None:
+    """Log a warning where the requests of a call to a reward's own server may together outlast the call.
 
-    One request that may outlast its call is an error: the actor would be replaced before the reward can say what is wrong.
-    That all requests of a call may outlast it together is logged as a warning alone. A server answers most of them far sooner
-    than it may, and how soon is not known here; who sends 552 requests a group relies on that.
+    It is no error, as it would be for one of them: a server answers most requests far sooner than it may, and how soon is not
+    known here. Who sends 552 requests a group relies on that.
     """
     settings, sampling = settings_of(cls, reward.options), config.sampling
-    wait = cls.longest_wait(settings)
-    if wait >= reward.timeout_s:
-        return [f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take {wait:g} s "
-                f"(rewards.{name}.options.timeout_s, and the waits of its retries and backoff_s): the actor would be replaced "
-                f"before the reward can say what is wrong; the nearest right value is {math.floor(wait) + 1}"]
     images = sampling.group_size
     if cls.scope == "sample":
         images = max(sampling.micro_batch, (config.data.eval_prompts and config.eval.micro_batch) or 0)
     requests = cls.requests_in_turn(settings, images)
-    if wait * requests >= reward.timeout_s:
+    if cls.longest_wait(settings) * requests >= reward.timeout_s:
         others = ", ".join(key for key in ("batch_size", "concurrency", "max_pairs") if key in cls.options)
         log.warning(
             "rewards.%s: a call for %d images sends %d requests one after another (those under way at once count as one), and "
             "has %g s for all of them (rewards.%s.timeout_s): %.2g s for each. If the server is slower calls fail: then raise "
             "timeout_s%s", name, images, requests, reward.timeout_s, name, reward.timeout_s / requests,
             f", or send fewer ({others} in rewards.{name}.options)" if others else "")
-    return []
 
 
 def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:

@@ -104,7 +104,7 @@ def extract(reply: str, parser: str) -> Any:
         matches = list(re.finditer(parser.removeprefix("regex:"), reply))
         if not matches:
             raise ValueError("the pattern does not match")
-        found = [_with_rest(reply, match) for match in matches]
+        found = [_whole(reply, match) for match in matches]
         if found[-1] != (matches[-1][1] or ""):
             raise ValueError(f"the pattern matches only a part of {found[-1]!r}")
         other = next((text for text in found if text != found[-1]), None)
@@ -114,10 +114,12 @@ def extract(reply: str, parser: str) -> Any:
     return reply.strip()
 
 
-def _with_rest(reply: str, match: re.Match[str]) -> str:
-    """What a pattern's group matched, with what is left of a number whose first digits it is."""
+def _whole(reply: str, match: re.Match[str]) -> str:
+    """What a pattern's group matched; where that is a part of a number such as 4.5 or 4,5, with the rest of it."""
     found = match[1] or ""
-    return found + (re.compile(r"(?:[.,]?\d)*").match(reply, match.end(1))[0] if found[-1:].isdigit() else "")
+    before = re.search(r"(?:\d[.,]?)*\Z", reply[: match.start(1)])[0] if found[:1].isdigit() else ""
+    after = re.match(r"(?:[.,]?\d)*", reply[match.end(1) :])[0] if found[-1:].isdigit() else ""
+    return before + found + after
 
 
 def _begins_line(reply: str, match: re.Match[str]) -> bool:

@@ -150,7 +150,7 @@ def test_no_schema_where_none_is_wanted(options):
     (r"regex:Score: (\d+)", "A Score: 4, as I said. Score: 4", "4"),
     (r"regex:Score: (\d+)", "Score: 1 is poor.\n - **Score: 4**", "4"),
     (r"regex:Score: (\d+)", "Score: 1 is poor.\n## 2. Score: 4.", "4"),
-    (r"regex:\s(\d)/10", "light 7/10\n8/10", "8"),
+    (r"regex:\s(\d)/10", "light 7/10\n8/10", "8"), (r"regex:(\d+\.\d+)", "I say 4.5.", "4.5"), (r"regex:(\d)$", "1. 4", "4"),
     (r"regex:(first|second)", "the first, and so the first", "first"),
     (r"regex:(?:Score: (\d))?$", "none", ""),
 ])
@@ -164,6 +164,7 @@ def test_extract(parser, reply, value):
     ("json:score", '{"score": 1, "score": 5}'), ("json:score", '{"score": 4'),
     (r"regex:Score: (\d)", "A Score: 1 would be poor, and a Score: 5 excellent."),
     (r"regex:Score: (\d)", "Score: 4. A Score: 5 would be excellent."),
+    (r"regex:(\d)/5", "Score: 4.5/5"), (r"regex:(\d)$", "Score: 4,5"), (r"regex:(\d)/10", "10/10"),
     (r"regex:Score: (\d)", "Score: 4.5"), (r"regex:Score: (\d)", "Score: 4,5"), (r"regex:Score: (\d)", "Score: 12"),
     (r"regex:(first|second)", "the first is good, and the second is better"),
 ])
