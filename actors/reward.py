@@ -59,7 +59,7 @@ class RewardActor:
     ) -> dict[str, object]:
         """Scores of the images of one or more shards, uint8 [m, H, W, 3] each; `only` scores one image of them alone.
 
-        Returns {"scores": {name: float64 [n]}, "seconds": …, "cpu_seconds": …}.
+        Returns {"scores": {name: float64 [n]}, "seconds": …, "cpu_seconds": …, "notes": the reward's, so far}.
 
         Raises:
             RewardError: the reward answered with NaN, a wrong length, or not its own name; its exceptions pass through.
@@ -79,7 +79,8 @@ class RewardActor:
             raise RewardError(described(error)) from None
         scores = validated(result, len(prompts), self._kind, range=self._reward.range)
         return {"scores": renamed(scores, self._kind, self._name),
-                "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+                "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
+                "notes": list(self._reward.notes)}
 
     def ready(self) -> int:
         """Answers with the process id once the constructor is through."""

@@ -93,6 +93,7 @@ class Scoring:
         self._fill = {
             name: batch_size_of(cls, config.rewards[name].options) for name, cls in classes.items()
             if cls is not None and cls.batch_invariant and cls.scope == "sample" and config.rewards[name].self_test}
+        self._noted: set[tuple[str, str]] = set()  # rewards and the notes of theirs that were logged
         self._groups: dict[tuple[str, tuple], list[_Shard]] = {}  # shards of groups that are not whole yet
 
     def due(self, step: int) -> list[str]:
@@ -173,6 +174,10 @@ class Scoring:
         self.seconds[batch.reward] += answer["seconds"]
         self.calls[batch.reward] += 1
         self.images[batch.reward] += batch.size
+        for note in answer["notes"]:
+            if (batch.reward, note) not in self._noted:
+                self._noted.add((batch.reward, note))
+                log.warning("reward %s: %s", batch.reward, note)
         rows = list(batch.rows())
         for key, values in answer["scores"].items():
             owner = self._owners.setdefault(key, batch.reward)

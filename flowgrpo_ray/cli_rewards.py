@@ -95,6 +95,8 @@ def score(
             scorer.self_test()
         score_pictures(scorer, short_name(name), batches[name],
                        {*columns, *map(short_name, given)} - {short_name(name)})
+        for note in scorer.notes:
+            typer.echo(f"{short_name(name)}: {note}", err=True)
         # The reward's own column is there even where it failed on every picture.
         columns |= dict.fromkeys([short_name(name), *(key for picture in pictures for key in picture.scores)])
         del scorer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.rewards.base import prompt_problem, settings_of
 from flowgrpo_ray.rewards.registry import video_problem
 from flowgrpo_ray.sections import RewardConfig
+
+log = logging.getLogger(__name__)
 
 SHOWN = 5  # bad prompts that an error lists
 LARGEST_WEIGHT = 1e6  # a larger one leaves nothing of the other scores in a float32 sum
@@ -87,7 +90,29 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
                         f"{math.floor(wait) + 1}")
     if cls.scope == "group" and (problem := cls.group_problem(settings, size)):
         problems.append(f"rewards.{name}.options: {problem} (sampling.group_size is {size})")
+    if not problems:
+        _warn_of_waits(name, reward, cls, config)
     return problems
+
+
+def _warn_of_waits(name: str, reward: RewardConfig, cls: type[Reward], config: Config) -> None:
+    """Log a warning where the requests of a call to a reward's own server may together outlast the call.
+
+    It is no error, as it would be for one of them: a server answers most requests far sooner than it may, and how soon is not
+    known here. Who sends 552 requests a group relies on that.
+    """
+    settings, sampling = settings_of(cls, reward.options), config.sampling
+    images = sampling.group_size
+    if cls.scope == "sample":
+        images = max(sampling.micro_batch, (config.data.eval_prompts and config.eval.micro_batch) or 0)
+    requests = cls.requests_in_turn(settings, images)
+    if cls.longest_wait(settings) * requests >= reward.timeout_s:
+        others = ", ".join(key for key in ("batch_size", "concurrency", "max_pairs") if key in cls.options)
+        log.warning(
+            "rewards.%s: a call for %d images sends %d requests one after another (those under way at once count as one), and "
+            "has %g s for all of them (rewards.%s.timeout_s): %.2g s for each. If the server is slower calls fail: then raise "
+            "timeout_s%s", name, images, requests, reward.timeout_s, name, reward.timeout_s / requests,
+            f", or send fewer ({others} in rewards.{name}.options)" if others else "")
 
 
 def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:

@@ -198,6 +198,18 @@ class Misspelt(Reward):
         return {self.name: brightness(images, prompts, metadata)}
 
 
+class Noting(Misspelt):
+    """Has something to say of itself once it has scored."""
+
+    name = "noting"
+    scope = "sample"
+
+    def score(self, images, prompts, metadata, *, group_ids=None):
+        """Brightness."""
+        self.notes = ("it does without colours",)
+        return super().score(images, prompts, metadata)
+
+
 class Unsure(Misspelt):
     """Takes for granted that a record names a colour."""
 

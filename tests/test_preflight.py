@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from runs import small_config
 
 from flowgrpo_ray import tiny
@@ -84,6 +88,55 @@ def test_a_reward_that_does_not_fit_into_the_run(tmp_path, reward, messages):
 ])
 def test_defaults_and_the_nearest_right_values_fit(tmp_path, reward):
     assert check(small_config(tmp_path, "x", overrides={"rewards.far": reward})).train
+
+
+@pytest.mark.parametrize(("reward", "overrides", "requests", "rest"), [
+    ({"type": "remote", "options": URL | {"batch_size": 3}}, {"sampling.micro_batch": 8}, 3,
+     "has 120 s for all of them (rewards.far.timeout_s): 40 s for each. If the server is slower calls fail: then raise "
+     "timeout_s, or send fewer (batch_size in rewards.far.options)"),
+    ({"type": "remote", "options": URL}, {"sampling.micro_batch": 24}, 2, "60 s for each"),
+    ({"type": "remote", "options": URL}, {"sampling.micro_batch": 8, "eval.micro_batch": 40}, 3, "a call for 40 images"),
+    ({"type": "geneval", "timeout_s": 64, "options": URL | {"batch_size": 4}}, {"sampling.micro_batch": 8}, 2, "32 s for each"),
+    ({"type": "geneval", "options": URL}, {"sampling.micro_batch": 24}, 2, "60 s for each"),
+    ({"type": "deqa", "timeout_s": 127, "options": URL | {"batch_size": 4}}, {"sampling.micro_batch": 8}, 2, "64 s for each"),
+    ({"type": "vlm_judge", "options": ENDPOINT | {"concurrency": 3}}, {"sampling.micro_batch": 8}, 3,
+     "send fewer (concurrency in rewards.far.options)"),
+    ({"type": "vlm_preference", "options": ENDPOINT}, {}, 69,
+     "a call for 24 images sends 69 requests one after another (those under way at once count as one), and has 120 s for all "
+     "of them (rewards.far.timeout_s): 1.7 s for each. If the server is slower calls fail: then raise timeout_s, or send fewer "
+     "(concurrency, max_pairs in rewards.far.options)"),
+    ({"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 12}}, {}, 3, "a call for 24 images"),
+    # What a call has room for.
+    ({"type": "remote", "timeout_s": 127.5, "options": URL | {"batch_size": 4}}, {"sampling.micro_batch": 8}, None, ""),
+    ({"type": "remote", "options": URL}, {"sampling.micro_batch": 8}, None, ""),
+    ({"type": "remote_group", "options": URL}, {}, None, ""),
+    ({"type": "geneval", "options": {"detector": "x", "batch_size": 1}}, {"sampling.micro_batch": 24}, None, ""),
+    ({"type": "vlm_judge", "options": ENDPOINT}, {"sampling.micro_batch": 8}, None, ""),
+    ({"type": "unified_reward", "options": ENDPOINT | {"concurrency": 24}}, {"sampling.micro_batch": 24}, None, ""),
+    ({"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 2, "concurrency": 4}}, {"sampling.group_size": 4}, None,
+     ""),
+])
+def test_the_requests_of_a_call_together_are_warned_of(tmp_path, caplog, monkeypatch, reward, overrides, requests, rest):
+    monkeypatch.setattr("flowgrpo_ray.rewards.geneval.metadata_problem", lambda metadata: None)
+    sampling = {"sampling.group_size": 24, "sampling.micro_batch": 4} | overrides
+    with caplog.at_level(logging.WARNING):
+        check(small_config(tmp_path, "x", overrides=sampling | {"rewards.far": reward}))
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rewards.far: ")]
+    if requests is None:
+        assert not said
+        return
+    (text,) = said
+    assert f"sends {requests} requests one after another" in text and rest in text
+
+
+def test_metadata_that_a_server_cannot_be_sent(tmp_path):
+    rows = [{"prompt": "a cat"}, {"prompt": "a dog", "made": datetime(2026, 1, 2)}]
+    parquet.write_table(pa.Table.from_pylist(rows, pa.schema([("prompt", pa.string()), ("made", pa.timestamp("s"))])),
+                        tmp_path / "p.parquet")
+    overrides = {"data.train_prompts": str(tmp_path / "p.parquet")}
+    assert check(small_config(tmp_path, "x", overrides=overrides)).train
+    with pytest.raises(ConfigError, match=r"cannot be scored by reward far:\n  line 2: 'a dog': metadata 'made' is datetime"):
+        check(small_config(tmp_path, "x", overrides=overrides | {"rewards.far": {"type": "remote", "options": URL}}))
 
 
 def test_exit_in_the_check_of_a_prompt(tmp_path, monkeypatch):

@@ -139,6 +139,12 @@ def test_scores_of_one_name_are_refused(tmp_path):
     assert "would both be named length" in result.stderr
 
 
+def test_what_a_reward_notes_is_told_once(tmp_path):
+    folder, _ = folder_of(tmp_path / "images", [f"{i}.png" for i in range(20)])
+    result = cli(folder, "--reward", "own_rewards:Noting", "--prompt", "x")
+    assert result.stderr == "Noting: it does without colours\n"
+
+
 OWN = """
 import weakref
 from pathlib import Path

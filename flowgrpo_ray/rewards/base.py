@@ -35,8 +35,9 @@ class Option:
     """One option of a reward: its default and what it may hold.
 
     `choices`, where given, are all the values it can take. Otherwise the value is of `kind`; None is right only where
-    it is the default. `minimum` is the smallest number. Numbers are finite, but for a default that is not.
-    `infrastructure`: it says where and how a server is asked. No score depends on it, so it may change when a run goes on.
+    it is the default. `minimum` and `maximum` are the smallest and the largest number. Numbers are finite, but for a
+    default that is not. `infrastructure`: it says where and how a server is asked. No score depends on it, so it may change
+    when a run goes on.
     """
 
     default: Any
@@ -44,6 +45,7 @@ class Option:
     kind: type = str
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
+    maximum: float | None = None
     infrastructure: bool = False
 
     def problem(self, value: Any) -> str | None:
@@ -63,6 +65,8 @@ class Option:
             return f"is {value!r}, not a finite number; the default is {self.default!r}"
         if self.minimum is not None and not value >= self.minimum:
             return f"is {value!r}; the smallest right value is {self.minimum:g}"
+        if self.maximum is not None and not value <= self.maximum:
+            return f"is {value!r}; the largest right value is {self.maximum:.15g}"
         return None
 
 
@@ -121,6 +125,8 @@ class Reward(ABC):
 
     Attributes of an instance:
         settings: the options, defaults filled in; there before `__init__` runs.
+        notes: what people should know about how it scores, such as what it has to do without. It adds to them at any time; the
+            driver logs each text once.
 
     Class attributes:
         name: registry name, and the key of the optimised score.
@@ -153,6 +159,7 @@ class Reward(ABC):
     batch_invariant: ClassVar[bool] = False
     description: ClassVar[str] = ""
     options: ClassVar[dict[str, Option]] = {}
+    notes: tuple[str, ...] = ()
 
     settings: dict[str, Any]
 
@@ -181,6 +188,12 @@ class Reward(ABC):
     def longest_wait(cls, settings: Mapping[str, Any]) -> float:
         """Seconds that one request to the reward's own server may take, its retries included; 0 where it asks none."""
         return 0.0
+
+    @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """Requests to the reward's own server that a call for so many images sends one after another. Those that are under
+        way at once count as one."""
+        return 1
 
     @classmethod
     def group_problem(cls, settings: Mapping[str, Any], size: int) -> str | None:

@@ -5,7 +5,6 @@ Only the standard library and numpy at the top: torch and transformers are impor
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +16,6 @@ import numpy as np
 
 from flowgrpo_ray.errors import described
 from flowgrpo_ray.rewards.base import Option, Reward, RewardError
-
-log = logging.getLogger(__name__)
 
 VIT_L = "openai/clip-vit-large-patch14"
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -61,7 +58,12 @@ class Clip:
         tokens: a prompt -> token ids, cut and padded to the length of the text tower; None where there are no prompts.
         dtype: one of DTYPES.
         batch_size: images per pass on a GPU.
+
+    Attributes:
+        notes: as those of a reward.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self, model: Any, pictures: Callable[[np.ndarray], np.ndarray], tokens: Callable[[str], list[int]] | None, *,
@@ -80,8 +82,8 @@ class Clip:
         self.text = lru_cache(maxsize=CACHED_TEXTS)(self._text)
         self.per_pass = batch_size if self.device.type == "cuda" else 1
         if self.per_pass > 1 and not self.places_agree():
-            log.warning("on %s an embedding depends on its place in a batch of %d; images are embedded one by one",
-                        torch.cuda.get_device_name(self.device), batch_size)
+            self.notes += (f"on {torch.cuda.get_device_name(self.device)} an embedding depends on its place in a batch of "
+                           f"{batch_size}; images are embedded one by one",)
             self.per_pass = 1
 
     def images(self, images: Sequence[np.ndarray]) -> np.ndarray:
@@ -135,6 +137,7 @@ class ClipReward(Reward):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.clip = self._load()
+        self.notes += self.clip.notes
 
     def _load(self) -> Clip:
         s = self.settings

@@ -6,12 +6,9 @@ base.py around it, served there by `flowgrpo-ray serve-reward my_module:DeqaRewa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, RewardError, Scores, check_range
+from flowgrpo_ray.rewards.base import RewardError
 from flowgrpo_ray.rewards.remote import RemoteReward
 
 
@@ -34,11 +31,3 @@ class DeqaReward(RemoteReward):
         if not (float("-inf") < low < high < float("inf")):
             raise RewardError(f"reward deqa: {self.settings['url']} declares the range {low:g} to {high:g}; without bounds a "
                               "sentinel cannot be told from a score (the served class's `range`)")
-
-    def score(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
-    ) -> Scores:
-        """See `Reward.score`; the prompt plays no part."""
-        scores = super().score(images, prompts, metadata, group_ids=group_ids)
-        check_range(scores[self.name], self.name, self.range)
-        return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -20,10 +21,11 @@ from flowgrpo_ray.rewards.base import (
 )
 from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
 from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
-from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient
+from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, json_problem
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 LOCAL_ONLY = ("class_names", "clip", "revision")
+PER_REQUEST = REMOTE_OPTIONS["batch_size"].default
 REMOTE_ONLY = ("score", "timeout_s", "retries", "backoff_s")
 
 
@@ -58,7 +60,7 @@ class GenEval(Reward):
         s = self.settings
         self._client = None
         if s["url"] is not None:
-            self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or REMOTE_OPTIONS["batch_size"].default})
+            self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or PER_REQUEST})
             if self._client.health["scope"] != "sample":
                 raise RewardError(f"reward geneval: {s['url']} serves {self._client.health['name']}, which scores whole groups")
             return
@@ -66,6 +68,7 @@ class GenEval(Reward):
 
         self._detector = TransformersDetector(s["detector"], s["revision"], batch_size=s["batch_size"] or 4)
         self._colours = ColourClassifier(s["clip"])
+        self.notes += self._colours.notes
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
@@ -84,10 +87,16 @@ class GenEval(Reward):
         return 0.0 if settings["url"] is None else longest_wait(settings)
 
     @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`."""
+        return 1 if settings["url"] is None else math.ceil(images / (settings["batch_size"] or PER_REQUEST))
+
+    @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
         """See `Reward.check_prompt`."""
-        problem = metadata_problem(metadata)
-        return f"geneval needs the metadata of a GenEval prompt: {problem}" if problem else None
+        if problem := metadata_problem(metadata):
+            return f"geneval needs the metadata of a GenEval prompt: {problem}"
+        return json_problem(metadata) if options.get("url") is not None else None
 
     def self_test_case(self) -> SelfTest | None:
         """A server's own pictures; here two that only have to be scored: no drawn object is known to every detector."""

@@ -159,6 +159,7 @@ class ColourClassifier:
         pictures = published_pictures("geneval", "clip", source, revision, model.config.vision_config.image_size)
         tokens = load_tokens("geneval", "clip", source, revision, model.config)
         self._clip = Clip(model, pictures, tokens, dtype="auto", batch_size=batch_size)
+        self.notes = self._clip.notes
         check_texts("geneval", "clip", source, self._clip)
         self._texts: dict[str, np.ndarray] = {}
 

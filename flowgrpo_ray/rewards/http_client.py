@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,26 +32,15 @@ SHOWN = 300  # characters of a server's answer that an error quotes
 _Answer = tuple[int, Mapping[str, str], bytes]  # status, headers, body
 
 
-@dataclass(frozen=True)
-class _Seconds(Option):
-    """A time to wait, of `LARGEST_S` at most."""
-
-    def problem(self, value: Any) -> str | None:
-        """See `Option.problem`."""
-        problem = super().problem(value)
-        if problem is None and value > LARGEST_S:
-            return f"is {value!r}; the largest right value is {LARGEST_S:.0f} (seconds)"
-        return problem
-
-
 # Options of every reward that talks to a server.
 CONNECTION: dict[str, Option] = {
-    "timeout_s": _Seconds(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
-                          "answer; an answer that is late is an error at once", kind=float, minimum=0.01, infrastructure=True),
+    "timeout_s": Option(60.0, "Seconds that a try may take, from looking up the server's name to the last byte of its "
+                        "answer; an answer that is late is an error at once", kind=float, minimum=0.01, maximum=LARGEST_S,
+                        infrastructure=True),
     "retries": Option(3, "Times that a request is sent again after a refused or lost connection or HTTP 429, 502, 503, "
                       "504; any other failure is final", kind=int, minimum=0, infrastructure=True),
-    "backoff_s": _Seconds(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
-                          kind=float, minimum=0, infrastructure=True),
+    "backoff_s": Option(0.5, "Seconds before the first retry; each further one waits twice as long, 30 s at most",
+                        kind=float, minimum=0, maximum=LARGEST_S, infrastructure=True),
 }
 
 
@@ -104,16 +92,22 @@ def url_problem(option: str, value: Any, example: str) -> str | None:
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Parse JSON as the standard has it: NaN and Infinity, which Python's parser takes, are errors too.
+    """Parse JSON without what Python's parser lets pass: NaN, Infinity, and an object that has a name twice.
 
     Raises:
-        ValueError: not JSON, or nested deeper than Python's parser goes.
+        ValueError: not JSON, one of these, or nested deeper than Python's parser goes.
     """
     def refuse(token: str) -> Any:
         raise ValueError(f"{token} is no JSON number")
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+        return dict(pairs)
+
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -168,15 +162,15 @@ class HttpClient:
         base_url: prefix of every path.
         who: name of the reward, for errors.
         timeout_s, retries, backoff_s: see `CONNECTION`.
-        headers: sent with every request.
+        key: sent as a bearer token, whatever ~/.netrc and the URL hold for the server; they count where there is none.
     """
 
     def __init__(
         self, base_url: str, *, who: str, timeout_s: float, retries: int, backoff_s: float,
-        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._who, self._headers = who, dict(headers or {})
+        self._who, self._key = who, key
         self._timeout, self._retries, self._backoff = timeout_s, retries, backoff_s
         self._idle: SimpleQueue[Any] = SimpleQueue()  # sessions, each with its open connection
 
@@ -250,13 +244,13 @@ class HttpClient:
         from urllib3.exceptions import ReadTimeoutError
 
         end = time.monotonic() + self._timeout
-        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        headers = {"Content-Type": "application/json"} if body is not None else {}
         # A connection that is not accepted is found before the whole try is late: it may be tried again.
         timeouts = (0.9 * self._timeout, self._timeout)
         try:
             # A redirected POST would arrive as a GET.
             with session.request(method, url, data=body, headers=headers, timeout=timeouts, allow_redirects=False,
-                                 stream=True) as response:
+                                 stream=True, auth=self._authorize if self._key else None) as response:
                 parts = []
                 for part in response.iter_content(CHUNK):
                     if time.monotonic() > end:
@@ -271,6 +265,11 @@ class HttpClient:
             if isinstance(error, (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)):
                 raise _Retriable(f"no connection, or it was lost: {_reason(error)}") from None
             raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}") from None
+
+    def _authorize(self, request: Any) -> Any:
+        """Set the key as late as `requests` would put other credentials in its place."""
+        request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
 
     def _late(self, url: str) -> RewardError:
         return RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s")

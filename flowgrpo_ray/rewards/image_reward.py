@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -35,8 +34,6 @@ from flowgrpo_ray.rewards.clip_models import (
     refuse_keys,
     unreachable,
 )
-
-log = logging.getLogger(__name__)
 
 SIZE = 224  # pixels that the model takes
 TOKENS = 35  # a longer prompt is cut there, as published
@@ -101,8 +98,8 @@ class ImageReward(Reward):
         self._tokens = lru_cache(maxsize=CACHED_TEXTS)(self._tokenized)
         self.per_pass = s["batch_size"] if self._device.type == "cuda" else 1
         if not self._places_agree():
-            log.warning("image_reward: on %s a score depends on its place in a batch of %d; images are scored one by one",
-                        torch.cuda.get_device_name(self._device), self.per_pass)
+            self.notes += (f"on {torch.cuda.get_device_name(self._device)} a score depends on its place in a batch of "
+                           f"{self.per_pass}; images are scored one by one",)
             self.per_pass = 1
 
     # Loading ----------------------------------------------------------------------------------------------------------

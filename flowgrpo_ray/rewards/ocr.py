@@ -16,8 +16,6 @@ from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, Reward
 
 EXAMPLE = 'a cafe with a sign that says "OPEN"'
 
-LARGEST_OPTION = {"width": 4096, "threads": 256}
-
 Line = tuple[str, float]  # text, confidence in [0, 1]
 
 
@@ -88,11 +86,11 @@ class OcrReward(Reward):
                          choices=("auto", "cpu", "gpu")),
         "lang": Option(None, "Full mode: language of PaddleOCR's own models (fr, korean, ...), which it downloads; default is "
                        "the shipped model (Chinese, English and other Latin letters)"),
-        "threads": Option(1, "CPU threads of onnxruntime", kind=int, minimum=1),
+        "threads": Option(1, "CPU threads of onnxruntime", kind=int, minimum=1, maximum=256),
         "batch_size": Option(None, "Images per forward pass of the recogniser; default is the batch that is scored. In "
                              "full mode: lines of one image per pass, default 6", kind=int, minimum=1),
         "width": Option(None, "Recognition mode: width in pixels that images are scaled to at height 48; default keeps "
-                        "their shape", kind=int, minimum=16),
+                        "their shape", kind=int, minimum=16, maximum=4096),
         "det_model_dir": Option(None, "Full mode: PaddleOCR detection model (inference.onnx and inference.yml)"),
         "rec_model_dir": Option(None, "PaddleOCR recognition model (inference.onnx and inference.yml)"),
     }
@@ -166,8 +164,7 @@ class OcrReward(Reward):
         problems = [f"option {key} means nothing with mode: {mode}; leave it out, or use mode: {other}" for key in wrong]
         if mode == "recognition" and settings["engine"] == "paddle" and settings["rec_model_dir"] is None:
             problems.append("the shipped model is for onnxruntime; with engine: paddle give rec_model_dir")
-        return problems + [f"option {key} is {settings[key]}; the largest right value is {largest}"
-                           for key, largest in LARGEST_OPTION.items() if (settings[key] or 0) > largest]
+        return problems
 
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:

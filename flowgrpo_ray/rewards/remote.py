@@ -10,6 +10,7 @@ The protocol is JSON with PNG images in base64; nothing is ever unpickled.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -49,6 +50,17 @@ REMOTE_OPTIONS: dict[str, Option] = {
     "score": Option(None, "Name of the score to optimise; default is the name of the served reward"),
     **CONNECTION,
 }
+
+
+def json_problem(metadata: Mapping[str, Any]) -> str | None:
+    """Why the metadata of a prompt cannot be sent to a server, or None."""
+    for key, value in metadata.items():
+        try:
+            json.dumps({key: value}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return (f"metadata {key!r} is {_shown(value)}, which the server cannot be sent as JSON ({error}); a text is right, "
+                    "for example")
+    return None
 
 
 class RewardClient:
@@ -211,6 +223,16 @@ class RemoteReward(Reward):
         """See `Reward.longest_wait`."""
         return longest_wait(settings)
 
+    @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`; more where the server takes fewer images than `batch_size`."""
+        return 1 if cls.scope == "group" else math.ceil(images / settings["batch_size"])
+
+    @classmethod
+    def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
+        """See `Reward.check_prompt`."""
+        return json_problem(metadata)
+
     def self_test_case(self) -> SelfTest | None:
         """The served reward's own pictures, sent as any others are."""
         return self._client.self_test_case()
@@ -231,7 +253,7 @@ class RemoteGroupReward(RemoteReward):
 
 
 def _shown(value: Any) -> str:
-    """What a server sent, for an error: the start of it."""
+    """A value, for an error: the start of it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}... ({len(text)} characters)"
 

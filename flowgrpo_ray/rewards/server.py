@@ -259,7 +259,7 @@ class RewardServer:
             "name": r.name, "protocol": PROTOCOL, "range": [bound if math.isfinite(bound) else None for bound in r.range],
             "scope": r.scope, "needs": list(r.needs), "batch_invariant": r.batch_invariant, "max_batch": self._max_batch,
             "options": json.loads(json.dumps(r.settings, default=str)), "versions": _versions(r.packages),
-            "busy": self._scorer.busy, "queued": self._scorer.queued, **self._count,
+            "busy": self._scorer.busy, "queued": self._scorer.queued, "notes": list(r.notes), **self._count,
         }, dumps=_dumps)
 
     async def _prometheus(self, request: web.Request) -> web.Response:

@@ -6,7 +6,6 @@ What a reply does not say is never made up: no verdict in it, or one outside wha
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
@@ -30,11 +29,10 @@ from flowgrpo_ray.rewards.http_client import (
     url_problem,
 )
 
-log = logging.getLogger(__name__)
-
 EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 SHOWN = 200  # characters of a reply that an error quotes
 PARSERS = ("json:", "regex:")
+CUT = ("length", "content_filter", "abort", "error")  # finish_reason of replies that are not whole
 
 T = TypeVar("T")
 
@@ -90,11 +88,12 @@ def parser_problem(parser: str, others: Sequence[str] = ()) -> str | None:
 def extract(reply: str, parser: str) -> Any:
     """The verdict in a reply, as the parser finds it: a text, or for `json:` the field's value.
 
-    `json:` takes the whole reply, or what a single ```-fence in it holds; `regex:` the last match, as a verdict comes after
-    the reasoning; `number` the whole reply.
+    `json:` takes the whole reply, or what a single ```-fence in it holds; `number` the whole reply. `regex:` takes the last
+    match, as a verdict comes after the reasoning. Where another match says something else, the last one has to begin a line:
+    marks such as ** and - may stand before it there, words may not. A number has to be matched whole.
 
     Raises:
-        ValueError: it is not there.
+        ValueError: it is not there, or it is not clear which one it is.
     """
     if parser.startswith("json:"):
         field = parser.removeprefix("json:")
@@ -104,21 +103,44 @@ def extract(reply: str, parser: str) -> Any:
             raise ValueError(f"no field {field!r}")
         return value[field]
     if parser.startswith("regex:"):
-        found = re.findall(parser.removeprefix("regex:"), reply)
-        if not found:
+        matches = list(re.finditer(parser.removeprefix("regex:"), reply))
+        if not matches:
             raise ValueError("the pattern does not match")
+        found = [_whole(reply, match) for match in matches]
+        if found[-1] != (matches[-1][1] or ""):
+            raise ValueError(f"the pattern matches only a part of {found[-1]!r}")
+        other = next((text for text in found if text != found[-1]), None)
+        if other is not None and not _begins_line(reply, matches[-1]):
+            raise ValueError(f"it says {other!r} and {found[-1]!r}, and the last is not at the start of a line")
         return found[-1]
     return reply.strip()
 
 
+def _whole(reply: str, match: re.Match[str]) -> str:
+    """What a pattern's group matched; where that is a part of a number such as 4.5 or 4,5, with the rest of it."""
+    found = match[1] or ""
+    before = re.search(r"(?:\d[.,]?)*\Z", reply[: match.start(1)])[0] if found[:1].isdigit() else ""
+    after = re.match(r"(?:[.,]?\d)*", reply[match.end(1) :])[0] if found[-1:].isdigit() else ""
+    return before + found + after
+
+
+def _begins_line(reply: str, match: re.Match[str]) -> bool:
+    """Whether a match stands at the start of a line, but for marks and numbering."""
+    start = match.end() - len(match[0].lstrip())
+    return not any(character.isalpha() for character in reply[:start].rpartition("\n")[2])
+
+
 def to_number(value: Any) -> float:
     """A number, or a text that is one; raises ValueError for anything else, and for NaN and infinity."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+    # Python reads "4_5" as 45.
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)) or (isinstance(value, str) and "_" in value):
         raise ValueError(f"{value!r} is no number")
     try:
         number = float(value)
     except ValueError:
         raise ValueError(f"{value!r} is no number") from None
+    except OverflowError:
+        raise ValueError("a number of hundreds of digits") from None
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is not finite")
     return number
@@ -137,14 +159,8 @@ class ChatReward(Reward):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        s, headers = self.settings, {}
-        if s["api_key_env"]:
-            key = os.environ.get(s["api_key_env"])
-            if not key:
-                raise RewardError(f"reward {self.name}: the environment variable {s['api_key_env']} (option api_key_env) is "
-                                  "not set where the reward runs")
-            headers["Authorization"] = f"Bearer {key}"
-        self._http = HttpClient(s["base_url"], who=self.name, headers=headers, **{key: s[key] for key in CONNECTION})
+        s = self.settings
+        self._http = HttpClient(s["base_url"], who=self.name, key=self._key(), **{key: s[key] for key in CONNECTION})
         self._model = self._find_model()
         self._schema = self.schema() if s["structured"] != "never" and s["parser"].startswith("json:") else None
         self._lock = threading.Lock()
@@ -167,9 +183,29 @@ class ChatReward(Reward):
         """See `Reward.longest_wait`."""
         return longest_wait(settings)
 
+    @classmethod
+    def requests_in_turn(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `Reward.requests_in_turn`."""
+        return math.ceil(cls.requests_of(settings, images) / settings["concurrency"])
+
+    @classmethod
+    def requests_of(cls, settings: Mapping[str, Any], images: int) -> int:
+        """Requests that a call for so many images sends in all."""
+        return images
+
     def schema(self) -> dict[str, Any]:
         """JSON schema of a reply."""
         raise NotImplementedError
+
+    def _key(self) -> str | None:
+        variable = self.settings["api_key_env"]
+        if variable is None:
+            return None
+        key = os.environ.get(variable, "").strip()  # of a key from a file a line end may be left
+        if not key or not (key.isascii() and key.isprintable()):
+            what = "holds characters that no key has" if key else "is not set where the reward runs"
+            raise RewardError(f"reward {self.name}: the environment variable {variable} (option api_key_env) {what}")
+        return key
 
     def _find_model(self) -> str:
         answer = self._http.get("/models")
@@ -188,7 +224,7 @@ class ChatReward(Reward):
         raise RewardError(f"reward {self.name}: {self._http.base_url} serves no model {wanted!r}{nearest(wanted, names)}")
 
     def ask(self, pictures: Sequence[str], text: str) -> str:
-        """The model's reply to pictures (data URLs) and a text; RewardError where it is empty or there is none."""
+        """The model's reply to pictures (data URLs) and a text; RewardError where there is none, or it is empty or cut off."""
         content = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
         body = {"model": self._model, "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
                 "max_tokens": self.settings["max_tokens"], "temperature": self.settings["temperature"]}
@@ -199,8 +235,13 @@ class ChatReward(Reward):
         except (KeyError, IndexError, TypeError):
             raise RewardError(f"reward {self.name}: the answer of {self._http.base_url} holds no reply: "
                               f"{str(answer)[:SHOWN]}") from None
+        reason = choice.get("finish_reason")
+        if reason in CUT:  # the rest might have changed the verdict: "4" can be the start of "4.5"
+            advice = f"; option max_tokens is {self.settings['max_tokens']}, give it more" if reason == "length" else ""
+            raise RewardError(f"reward {self.name}: the model's reply is cut off (finish_reason {reason!r}){advice}. It ends: "
+                              f"{_end_of(str(reply or ''))!r}")
         if not isinstance(reply, str) or not reply.strip():
-            raise RewardError(f"reward {self.name}: the model's reply is empty (finish_reason {choice.get('finish_reason')!r})")
+            raise RewardError(f"reward {self.name}: the model's reply is empty (finish_reason {reason!r})")
         return reply
 
     def _post(self, body: dict[str, Any]) -> Any:
@@ -216,8 +257,8 @@ class ChatReward(Reward):
                 raise
             with self._lock:
                 if self._schema is not None:
-                    log.warning("reward %s: %s has no structured output (%s); going on without, replies are parsed as strictly",
-                                self.name, self._http.base_url, error.text)
+                    self.notes += (f"{self._http.base_url} has no structured output ({error.text}); going on without, replies "
+                                   "are parsed as strictly",)
                     self._schema = None
         return self._http.post("/chat/completions", body)
 
@@ -226,8 +267,7 @@ class ChatReward(Reward):
         try:
             return read(extract(reply, self.settings["parser"]))
         except ValueError as error:
-            shown = reply if len(reply) <= SHOWN else f"...{reply[-SHOWN:]}"
-            raise RewardError(f"reward {self.name}: no verdict in the model's reply ({error}): {shown!r}") from None
+            raise RewardError(f"reward {self.name}: no verdict in the model's reply ({error}): {_end_of(reply)!r}") from None
 
     def data_url(self, image: np.ndarray) -> str:
         """A picture, uint8 [H, W, 3], as a PNG data URL, scaled down to `image_size`."""
@@ -249,6 +289,10 @@ class ChatReward(Reward):
             finally:
                 for future in futures:
                     future.cancel()
+
+
+def _end_of(reply: str) -> str:
+    return reply if len(reply) <= SHOWN else f"...{reply[-SHOWN:]}"
 
 
 def object_schema(field: str, value: Mapping[str, Any]) -> dict[str, Any]:

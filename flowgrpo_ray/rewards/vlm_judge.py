@@ -78,8 +78,8 @@ class VlmJudge(ChatReward):
     options: ClassVar[dict[str, Option]] = {
         **CHAT_OPTIONS,
         "template": Option(JUDGE_TEMPLATE, "What the model is asked; {prompt} stands for the text prompt"),
-        "parser": Option("json:score", "Where the grade is in a reply: json:FIELD, regex:PATTERN (one group, last match), or "
-                         "number (the whole reply)"),
+        "parser": Option("json:score", "Where the grade is in a reply: json:FIELD, number (the whole reply), or regex:PATTERN "
+                         "(one group; of several matches that differ the last, which has to begin a line)"),
         "scale": Option([1, 5], "[low, high]: the grades that become 0 and 1", kind=list),
         "bounds": Option(None, "[lowest, highest] grade that is right; default is the scale", kind=list),
     }
@@ -149,7 +149,9 @@ class VlmJudge(ChatReward):
 
 def _out_of_five(template: str, label: str) -> dict[str, Option]:
     """Options of a judge whose reply ends with a label and a grade from 1 to 5, which is divided by 5."""
-    defaults = {"template": template, "parser": rf"regex:{label}\**\s*(\d+(?:\.\d+)?)", "scale": [0, 5], "bounds": [1, 5]}
+    # 4.5, **4.5** and 4/5 are grades. 4,5 and 4/10 and 4-5 are not: they are matched as well, and are no number.
+    grade = r"(\d+(?:\.\d+)?(?:, ?\d+| ?(?:/|out of) ?(?!5\b)\d+| ?(?:[-–]|to) ?\d+)?)"
+    defaults = {"template": template, "parser": rf"regex:{label}[*_]*:[*_\s]*{grade}", "scale": [0, 5], "bounds": [1, 5]}
     return VlmJudge.options | {key: replace(VlmJudge.options[key], default=value) for key, value in defaults.items()}
 
 
@@ -160,7 +162,7 @@ class UnifiedReward(VlmJudge):
     range: tuple[float, float] = (0.2, 1.0)
     licence: ClassVar[str] = "MIT (CodeGoat24/UnifiedReward)"
     description: ClassVar[str] = "Final score / 5 of UnifiedReward on an OpenAI-compatible endpoint"
-    options: ClassVar[dict[str, Option]] = _out_of_five(UNIFIED_TEMPLATE, "Final Score:")
+    options: ClassVar[dict[str, Option]] = _out_of_five(UNIFIED_TEMPLATE, "Final Score")
 
 
 class QwenVl(VlmJudge):
@@ -172,5 +174,5 @@ class QwenVl(VlmJudge):
     needs: ClassVar[tuple[str, ...]] = ("server",)
     licence: ClassVar[str] = "Apache-2.0 (Qwen2.5-VL-7B)"
     description: ClassVar[str] = "Picture quality / 5 by Qwen2.5-VL on an OpenAI-compatible endpoint"
-    options: ClassVar[dict[str, Option]] = _out_of_five(QWEN_TEMPLATE, "Score:")
+    options: ClassVar[dict[str, Option]] = _out_of_five(QWEN_TEMPLATE, "Score")
     grades_alignment: ClassVar[bool] = False

@@ -63,8 +63,9 @@ class VlmPreference(ChatReward):
     options: ClassVar[dict[str, Option]] = {
         **CHAT_OPTIONS,
         "template": Option(TEMPLATE, "What the model is asked about two pictures; {prompt} stands for the text prompt"),
-        "parser": Option("json:better", "Where the verdict is in a reply: json:FIELD, or regex:PATTERN (one group, last "
-                         "match); it is first, 1 or image 1; second, 2 or image 2; tie or 0"),
+        "parser": Option("json:better", "Where the verdict is in a reply: json:FIELD, or regex:PATTERN (one group; of several "
+                         "matches that differ the last, which has to begin a line). It is first, 1 or image 1; second, 2 or "
+                         "image 2; tie or 0"),
         "max_pairs": Option(None, "Most pairs per group; default is all. At least half the group's size", kind=int, minimum=1),
     }
 
@@ -82,6 +83,11 @@ class VlmPreference(ChatReward):
         except RewardError as error:
             return str(error)
         return None
+
+    @classmethod
+    def requests_of(cls, settings: Mapping[str, Any], images: int) -> int:
+        """See `ChatReward.requests_of`."""
+        return 2 * len(pairs_of(images, settings["max_pairs"]))
 
     def schema(self) -> dict[str, Any]:
         """See `ChatReward.schema`."""

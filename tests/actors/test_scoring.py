@@ -249,6 +249,15 @@ def test_an_error_that_cannot_travel_tells_its_reason(ray_cluster, caplog):
     assert "Secret: the reason" in caplog.text
 
 
+def test_what_a_reward_notes_is_logged_once(ray_cluster, caplog):
+    with Bench(config_of({"plain": own("Noting")}), 2) as bench:
+        for number in range(4):
+            bench.submit(pictures(2, number), group=number)
+        bench.finish(4)
+    assert [record.message for record in caplog.records if "colours" in record.message] == [
+        "reward plain: it does without colours"]
+
+
 def test_a_shard_without_rewards_is_scored_at_once(ray_cluster):
     with Bench(config_of({"place": own("rank_in_group")})) as bench:
         assert bench.scoring.of_images == []

@@ -118,6 +118,11 @@ def test_a_batch_whose_places_differ_is_noticed(folder):
     assert not clip.places_agree()
 
 
+def test_what_the_model_notes_is_the_rewards_note(folder, monkeypatch):
+    monkeypatch.setattr(clip_models.Clip, "notes", ("one by one",))
+    assert rewards.get("clipscore", model=str(folder)).notes == ("one by one",)
+
+
 def test_each_prompt_is_embedded_once_and_by_itself(folder):
     clip = clip_of(folder)
     seen = clip.text.cache_info().misses  # the check of the tokenizer

@@ -81,7 +81,8 @@ def test_a_png_that_says_it_is_huge_is_refused():
         from_png(to_base64(huge), max_pixels=10_000)
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", "", "{", "[" * 100_000 + "]" * 100_000])
+@pytest.mark.parametrize("text", ['{"a": NaN}', "[Infinity]", "[-Infinity]", '{"a": [{"b": 1, "b": 2}]}', "", "{",
+                                  "[" * 100_000 + "]" * 100_000])
 def test_strict_json_refuses(text):
     with pytest.raises(ValueError):
         strict_json(text)
@@ -91,9 +92,32 @@ def test_strict_json_refuses(text):
 
 def test_post_sends_json_and_returns_json():
     with serving(lambda method, path, body: (200, {"method": method, "twice": body["x"] * 2})) as server:
-        assert client(server.url + "/", headers={"X-Key": "k"}).post("/v1/score", {"x": 21}) == {"method": "POST", "twice": 42}
+        assert client(server.url + "/", key="k").post("/v1/score", {"x": 21}) == {"method": "POST", "twice": 42}
     (_, path, _, headers), = server.requests
-    assert path == "/v1/score" and headers["X-Key"] == "k" and headers["Content-Type"] == "application/json"
+    assert path == "/v1/score" and headers["Content-Type"] == "application/json"
+    assert headers["Authorization"] == "Bearer k"
+
+
+def test_the_key_counts_before_the_credentials_of_netrc_and_of_the_url(tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login someone password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with serving(in_turn((200, 1))) as server:
+        for url in (server.url, server.url.replace("//", "//other:word@")):
+            client(url, key="k").post("/x", {})
+        client(server.url).get("/x")
+        sent = [headers["Authorization"] for *_, headers in server.requests]
+    basic = base64.b64encode(b"someone:secret").decode()
+    assert sent == ["Bearer k", "Bearer k", f"Basic {basic}"], "without a key, what netrc says"
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(in_turn((200, 1))) as server:
+        monkeypatch.setenv("http_proxy", server.url)
+        assert client("http://judge.invalid/v1", key="k").get("/models") == 1
+        (_, path, _, headers), = server.requests
+    assert path == "http://judge.invalid/v1/models" and headers["Authorization"] == "Bearer k"
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])

@@ -1,3 +1,5 @@
+import datetime
+import decimal
 import json
 
 import numpy as np
@@ -187,6 +189,21 @@ def test_a_group_goes_out_whole():
         remote(server, "remote_group")
 
 
+@pytest.mark.parametrize(("value", "shown"), [
+    (datetime.datetime(2026, 1, 2), "datetime.datetime(2026, 1, 2, 0, 0)"), (float("nan"), "nan"), (b"x", "b'x'"),
+    ([1, {"a": -np.inf}], "-inf"), (decimal.Decimal("0.1"), "Decimal('0.1')"), ({(1, 2): 3}, "{(1, 2): 3}"),
+])
+@pytest.mark.parametrize("name", ["remote", "remote_group", "deqa", "geneval"])
+def test_metadata_that_json_does_not_have_is_found_before_the_start(name, value, shown):
+    geneval = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
+    check = rewards.reward_class(name).check_prompt
+    problem = check("a dog", geneval | {"made": value}, url="http://x")
+    assert "metadata 'made' is " in problem and shown in problem and len(problem) < 400
+    assert check("a dog", geneval | {"made": ["2026", 1, None, {"a": 0.5}]}, url="http://x") is None
+    if name == "geneval":
+        assert check("a dog", geneval | {"made": value}, detector="x") is None
+
+
 # Self-test ------------------------------------------------------------------------------------------------------------
 
 def case(ordered=True, images=RED_AND_BLUE):
@@ -231,15 +248,6 @@ def test_a_broken_self_test_is_an_error(reply):
 
 
 # deqa -----------------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("value", [-10, 0, 5.5])
-def test_deqa_takes_no_sentinel_for_a_score(value):
-    health = {"name": "deqa", "range": [1, 5], "scope": "sample"}
-    with reward_server(health, scores=lambda body: {"deqa": [3.25, value]}) as server:
-        reward = remote(server, "deqa")
-        with pytest.raises(RewardError, match=rf"reward deqa: {value:g} is outside 1 to 5, so it is no score .*at \[1\] of 2"):
-            score(reward)
-
 
 def test_deqa_scores_on_the_server_s_scale():
     with reward_server({"name": "deqa", "range": [1, 5], "scope": "sample"}, scores=lambda body: {"deqa": [1, 5]}) as server:

@@ -109,6 +109,14 @@ def test_register_makes_a_reward_available(registry):
     assert len(rewards.option_problems("constant", {"level": math.nan})) == 1
 
 
+@pytest.mark.parametrize(("value", "problem"), [
+    (0.5, None), (1, None), (250_000, None), (0.4, "is 0.4; the smallest right value is 0.5"),
+    (250_001, "is 250001; the largest right value is 250000"), (1e300, "is 1e+300; the largest right value is 250000"),
+])
+def test_bounds_of_an_option(value, problem):
+    assert Option(1.0, "a number", kind=float, minimum=0.5, maximum=250_000).problem(value) == problem
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 10**400])
 def test_a_number_that_is_none_is_refused(value, tmp_path, monkeypatch):
     (tmp_path / "numbers_of_mine.py").write_text(
@@ -232,6 +240,17 @@ def test_a_score_outside_the_declared_range_is_no_score(bounds, score, right):
         return
     with pytest.raises(RewardError, match=r"reward r: .* is outside .* so it is no score .* at \[1\] of 2 images"):
         rewards.validated(result, 2, "r", range=bounds)
+
+
+@pytest.mark.parametrize("value", [-10, 0, 5.5])
+def test_a_sentinel_of_a_server_is_no_score(value):
+    replies = {"/health": {"name": "deqa", "range": [1, 5], "scope": "sample"},
+               "/v1/score": {"scores": {"deqa": [3.25, value]}}}
+    with serving(lambda method, path, body: (200, replies[path])) as server:
+        reward = rewards.get("deqa", url=server.url)
+        result = reward.score(images(2), ["", ""], [{}, {}])
+        with pytest.raises(RewardError, match=rf"reward deqa: {value:g} is outside 1 to 5, so it is no score .*at \[1\] of 2"):
+            rewards.validated(result, 2, "deqa", range=reward.range)
 
 
 def test_what_has_no_sure_bound_declares_none():

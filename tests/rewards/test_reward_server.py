@@ -232,6 +232,7 @@ def test_failures_of_one_reason_are_logged_once_and_then_counted(probe, caplog):
 
 
 def test_health_and_metrics(probe):
+    probe.notes += ("no glyphs",)
     with served(probe, max_batch=9) as url:
         ask(url, body(3))
         ask(url, body(2))
@@ -242,6 +243,7 @@ def test_health_and_metrics(probe):
     assert {key: health[key] for key in ("name", "range", "scope", "max_batch", "options", "busy", "queued")} == {
         "name": "probe", "range": [0, 255], "scope": "sample", "max_batch": 9, "options": {}, "busy": False, "queued": 0}
     assert (health["requests"], health["images"], health["failures"]) == (4, 5, 1)
+    assert health["notes"] == ["no glyphs"]
     assert health["versions"]["flowgrpo_ray"] == "0.1.0" and health["versions"]["python"] == sys.version.split()[0]
     samples = {(s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(metrics.text)
                for s in family.samples}

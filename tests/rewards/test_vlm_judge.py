@@ -1,7 +1,6 @@
 import base64
 import io
 import json
-import logging
 import threading
 
 import numpy as np
@@ -31,6 +30,10 @@ def text_of(body):
     return body["messages"][0]["content"][-1]["text"]
 
 
+def whole(said, reason="stop"):
+    return {"choices": [{"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": said}}]}
+
+
 def endpoint(reply, models=("judge",)):
     """An OpenAI-compatible endpoint; `reply(body)` is the text, or (status, body) of the whole answer."""
     def answer(method, path, body):
@@ -41,7 +44,7 @@ def endpoint(reply, models=("judge",)):
         said = reply(body)
         if isinstance(said, tuple):
             return said
-        return 200, {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}]}
+        return 200, whole(said)
 
     return serving(answer)
 
@@ -100,15 +103,18 @@ def without_schema(body):
     return by_red(body)
 
 
-def test_a_server_without_structured_output_is_asked_without_it_and_that_is_logged_once(caplog):
-    with endpoint(without_schema) as server, caplog.at_level(logging.WARNING):
+def test_a_server_without_structured_output_is_asked_without_it_and_that_is_noted_once():
+    with endpoint(without_schema) as server:
         reward = judge(server)
         for _ in range(3):
             assert score(reward)["vlm_judge"].tolist() == [1, 0]
         sent = ["response_format" in body for _, path, body, _ in server.requests if path == "/v1/chat/completions"]
     assert sum(sent) <= 2 and not any(sent[4:])
-    (record,) = [r for r in caplog.records if "structured output" in r.message]
-    assert "json_schema is not supported" in record.message
+    (note,) = reward.notes
+    assert "/v1 has no structured output (response_format of type json_schema is not supported); going on without" in note
+    with endpoint(by_red) as server:
+        reward = judge(server)
+        assert score(reward)["vlm_judge"].tolist() == [1, 0] and reward.notes == ()
 
 
 def test_insisting_on_structured_output_is_an_error_without_it():
@@ -141,6 +147,12 @@ def test_no_schema_where_none_is_wanted(options):
     ("json:score", 'My verdict:\n```json\n{"score": 2}\n```\nGood day.', 2),
     ("number", " 4.25\n", "4.25"),
     (r"regex:Final Score:\s*([\d.]+)", "Final Score: 1 ... no.\nFinal Score: 2.5", "2.5"),
+    (r"regex:Score: (\d+)", "A Score: 4, as I said. Score: 4", "4"),
+    (r"regex:Score: (\d+)", "Score: 1 is poor.\n - **Score: 4**", "4"),
+    (r"regex:Score: (\d+)", "Score: 1 is poor.\n## 2. Score: 4.", "4"),
+    (r"regex:\s(\d)/10", "light 7/10\n8/10", "8"), (r"regex:(\d+\.\d+)", "I say 4.5.", "4.5"), (r"regex:(\d)$", "1. 4", "4"),
+    (r"regex:(first|second)", "the first, and so the first", "first"),
+    (r"regex:(?:Score: (\d))?$", "none", ""),
 ])
 def test_extract(parser, reply, value):
     assert extract(reply, parser) == value
@@ -149,13 +161,19 @@ def test_extract(parser, reply, value):
 @pytest.mark.parametrize(("parser", "reply"), [
     ("json:score", "3.5"), ("json:score", "score: 3"), ("json:score", '{"grade": 3}'), ("json:score", '{"score": NaN}'),
     ("json:score", "```\n{}\n```\n```\n{}\n```"), (r"regex:Score: (\d)", "no idea"), (r"regex:Score: (\d)", "score: 3"),
+    ("json:score", '{"score": 1, "score": 5}'), ("json:score", '{"score": 4'),
+    (r"regex:Score: (\d)", "A Score: 1 would be poor, and a Score: 5 excellent."),
+    (r"regex:Score: (\d)", "Score: 4. A Score: 5 would be excellent."),
+    (r"regex:(\d)/5", "Score: 4.5/5"), (r"regex:(\d)$", "Score: 4,5"), (r"regex:(\d)/10", "10/10"),
+    (r"regex:Score: (\d)", "Score: 4.5"), (r"regex:Score: (\d)", "Score: 4,5"), (r"regex:Score: (\d)", "Score: 12"),
+    (r"regex:(first|second)", "the first is good, and the second is better"),
 ])
 def test_extract_invents_nothing(parser, reply):
     with pytest.raises(ValueError):
         extract(reply, parser)
 
 
-@pytest.mark.parametrize("value", ["", "four", "4/5", "nan", "inf", True, None, [4], {}])
+@pytest.mark.parametrize("value", ["", "four", "4/5", "4,5", "4_5", "nan", "inf", "1e999", 10**400, True, None, [4], {}])
 def test_what_is_no_number(value):
     with pytest.raises(ValueError):
         to_number(value)
@@ -181,6 +199,24 @@ def test_what_is_no_number(value):
 def test_a_reply_without_a_grade_is_an_error_and_never_a_0(reply, message):
     with endpoint(lambda body: reply) as server, pytest.raises(RewardError, match=message):
         score(judge(server))
+
+
+@pytest.mark.parametrize(("name", "said", "reason", "message"), [
+    ("vlm_judge", '{"score": 4}', "length", "option max_tokens is 77, give it more.*It ends: '{\"score\": 4}'"),
+    ("unified_reward", "x" * 900 + "Final Score: 4", "length", r"max_tokens is 77.*It ends: '\.\.\.x{186}Final Score: 4'"),
+    ("qwen_vl", "A Score: 5", "content_filter", r"cut off \(finish_reason 'content_filter'\)\. It ends: 'A Score: 5'"),
+    ("qwen_vl", "Score: 5", "abort", r"cut off \(finish_reason 'abort'\)"),
+    ("vlm_judge", None, "length", "max_tokens is 77"),
+])
+def test_a_reply_that_is_cut_off_is_an_error(name, said, reason, message):
+    with endpoint(lambda body: (200, whole(said, reason))) as server, pytest.raises(RewardError, match=f"image 0: .*{message}"):
+        score(judge(server, name, max_tokens=77))
+
+
+@pytest.mark.parametrize("reason", ["stop", "eos_token", None])
+def test_a_whole_reply_is_taken(reason):
+    with endpoint(lambda body: (200, whole('{"score": 4}', reason))) as server:
+        assert score(judge(server))["vlm_judge"].tolist() == [0.75] * 2
 
 
 def test_no_reply_in_time_is_an_error():
@@ -246,7 +282,12 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     with endpoint(by_red) as server:
         with pytest.raises(RewardError, match=r"the environment variable JUDGE_KEY \(option api_key_env\) is not set"):
             judge(server, api_key_env="JUDGE_KEY")
-        monkeypatch.setenv("JUDGE_KEY", "sk-1")
+        for wrong in ("sk-1\nHost: elsewhere", "sk-\u00fc"):
+            monkeypatch.setenv("JUDGE_KEY", wrong)
+            with pytest.raises(RewardError, match="JUDGE_KEY .* holds characters that no key has") as error:
+                judge(server, api_key_env="JUDGE_KEY")
+            assert "sk-" not in str(error.value)
+        monkeypatch.setenv("JUDGE_KEY", "sk-1\n")
         score(judge(server, api_key_env="JUDGE_KEY"))
         assert all(headers["Authorization"] == "Bearer sk-1" for *_, headers in server.requests)
 
@@ -284,8 +325,16 @@ def test_self_test_knows_red_from_blue():
 @pytest.mark.parametrize(("name", "reply", "expected"), [
     ("unified_reward", "Good match.\nFinal Score: 4", 0.8),
     ("unified_reward", "Alignment Score: 1\n**Final Score:** 3.5", 0.7),
+    ("unified_reward", "a cat (object): 1\nFinal Score: 4.5", 0.9),
+    ("unified_reward", "**Final Score:** 4/5", 0.8),
+    ("unified_reward", "**Final Score**: **4.5**", 0.9),
+    ("unified_reward", "### Final Score:\n4.25", 0.85),
+    ("unified_reward", "It is good. Final Score: 4 out of 5.", 0.8),
+    ("unified_reward", "Final Score: 2? No.\n- Final Score: 4.\n\n3 cats are asked for.", 0.8),
     ("qwen_vl", "Sharp and calm.\nScore: 5", 1.0),
-    ("qwen_vl", "**Score: 1**", 0.2),
+    ("qwen_vl", "Sharp.\nOverall Score: 5.0 / 5", 1.0),
+    ("qwen_vl", "Composition Score: 2, light Score: 4\nScore: 3\n\n- 4 out of 5 would do it more than justice", 0.6),
+    ("qwen_vl", "**Score: 1**", 0.2), ("qwen_vl", "Score: 4, because the light is fine.", 0.8),
 ])
 def test_presets_divide_by_5(name, reply, expected):
     with endpoint(lambda body: reply) as server:
@@ -299,6 +348,10 @@ def test_presets_divide_by_5(name, reply, expected):
 @pytest.mark.parametrize(("name", "reply"), [
     ("unified_reward", "4"), ("unified_reward", "Final Score: 0.5"), ("unified_reward", "Final Score: 9"),
     ("unified_reward", "Final Score: high"), ("qwen_vl", "no score"), ("qwen_vl", "Score: 7"),
+    ("unified_reward", "Final Score: 4,5"), ("unified_reward", "Final Score: 4, 5"), ("unified_reward", "Final Score: 4/10"),
+    ("unified_reward", "Final Score: 4 out of 10"), ("unified_reward", "Final Score: 4-5"), ("qwen_vl", "Score: 3 to 4"),
+    ("qwen_vl", "Score: 3.5.1"), ("qwen_vl", "A Score: 1 would mean poor, a Score: 5 excellent. The composition is"),
+    ("qwen_vl", "A Score: 1 would mean poor. I say Score: 4,5"),
 ])
 def test_presets_refuse_what_is_no_grade(name, reply):
     with endpoint(lambda body: reply) as server, pytest.raises(RewardError, match="no verdict"):

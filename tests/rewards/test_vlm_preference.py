@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_vlm_judge import RED_AND_BLUE, endpoint, judge, pictures_of, text_of
+from test_vlm_judge import RED_AND_BLUE, endpoint, judge, pictures_of, text_of, whole
 
 from flowgrpo_ray import rewards
 from flowgrpo_ray.rewards import RewardError
@@ -79,6 +79,7 @@ def test_max_pairs_bounds_the_work():
 
 
 @pytest.mark.parametrize("reply", [
+    (200, whole('{"better": "first"}', "length")), '{"better": "first", "better": "second"}', '{"better": 1.0}',
     '{"better": "neither"}', '{"better": true}', '{"better": null}', "first", "", '{"best": "first"}',
 ])
 def test_a_reply_without_a_verdict_fails_the_group(reply):
@@ -90,6 +91,17 @@ def test_a_reply_without_a_verdict_fails_the_group(reply):
 def test_other_words_for_a_verdict(reply, expected):
     with endpoint(lambda body: f"I say: {reply}.") as server:
         assert rates(server, greys(1, 2), parser=r"regex:say: (.*)\.") == expected
+
+
+def test_a_verdict_in_words_is_the_last_one_where_that_begins_a_line():
+    options = {"parser": "regex:(?i)(first|second|image [12])", "prompts": ["p"] * 2}
+    with endpoint(lambda body: "The first is good, the second is better.") as server:
+        with pytest.raises(RewardError, match="images 0 and 1: .*it says 'first' and 'second'"):
+            rates(server, greys(1, 2), **options)
+    with endpoint(lambda body: "The first is good.\n**Second**, as it is grey.") as server:
+        assert rates(server, greys(1, 2), **options) == [0.5, 0.5]
+    with endpoint(lambda body: "Image 12") as server, pytest.raises(RewardError, match="only a part of 'Image 12'"):
+        rates(server, greys(1, 2), **options)
 
 
 def test_what_is_no_group_is_refused():
