@@ -19,32 +19,36 @@ from flowgrpo_ray.rewards.base import (
     check_batch,
     check_range,
 )
-from flowgrpo_ray.rewards.geneval_rules import classes_of, judge, metadata_problem
+from flowgrpo_ray.rewards.geneval_rules import FLOW_GRPO_RANGE, Detection, Verdict, classes_of, judge, metadata_problem
 from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
 from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, json_problem
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
-LOCAL_ONLY = ("class_names", "clip", "revision")
+GENEVAL_RANGE = (0.0, 1.0)
+LOCAL_ONLY = ("grading", "class_names", "clip", "revision")
 PER_REQUEST = REMOTE_OPTIONS["batch_size"].default
 REMOTE_ONLY = ("score", "timeout_s", "retries", "backoff_s")
 
 
 class GenEval(Reward):
-    """The share of the prompt's requirements that the picture meets (rules and metadata: geneval_rules.py).
+    """How much of what the prompt asks for is in the picture (rules, gradings and metadata: geneval_rules.py).
 
-    With `url` a reward server scores; with `detector` this process does, with a detector and a CLIP of transformers. A
-    server's sentinel for "not applicable" (-10, say) is an error, as is any score outside [0, 1].
+    With `url` a reward server scores; with `detector` this process does, with a detector and a CLIP of transformers. The
+    range is that of `grading`; of a server's score it is what the server declares, within the range of flow_grpo.
     """
 
     name: ClassVar[str] = "geneval"
-    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    range: tuple[float, float] = FLOW_GRPO_RANGE
     device: ClassVar[Literal["cpu", "any"]] = "any"
     needs: ClassVar[tuple[str, ...]] = ("tag", "include", "exclude")
     packages: ClassVar[tuple[str, ...]] = ("torch", "transformers", "pillow", "requests")
     licence: ClassVar[str] = "rules MIT (GenEval); Mask2Former and CLIP weights MIT"
-    description: ClassVar[str] = "Objects, counts, colours and positions of a GenEval prompt: share of requirements met"
+    description: ClassVar[str] = "Objects, counts, colours and positions of a GenEval prompt (monitor: all right)"
     options: ClassVar[dict[str, Option]] = {
         "detector": Option(None, f"Score here: folder or hub name of a detector of transformers, for example {DETECTOR}"),
+        "grading": Option("flow_grpo", "With detector: flow_grpo, graded as Flow-GRPO's reward server does, below 0 for counts "
+                          "that are far off; or geneval, the benchmark's own, 1 where all is right, else 0",
+                          choices=("flow_grpo", "geneval")),
         "clip": Option("openai/clip-vit-large-patch14", "With detector: folder or hub name of the CLIP that names colours"),
         "revision": Option(None, "With detector: its hub revision"),
         "class_names": Option({}, "With detector: its names for the prompts' classes, for example {tv: television}", kind=dict),
@@ -61,9 +65,14 @@ class GenEval(Reward):
         self._client = None
         if s["url"] is not None:
             self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or PER_REQUEST})
-            if self._client.health["scope"] != "sample":
-                raise RewardError(f"reward geneval: {s['url']} serves {self._client.health['name']}, which scores whole groups")
+            served = self._client.health
+            if served["scope"] != "sample":
+                raise RewardError(f"reward geneval: {s['url']} serves {served['name']}, which scores whole groups")
+            if s["score"] in (None, served["name"]):  # of its other scores a server declares no range
+                self.range = tuple(np.clip(self._client.range, *self.range).tolist())
             return
+        if s["grading"] == "geneval":
+            self.range = GENEVAL_RANGE
         from flowgrpo_ray.rewards.geneval_models import ColourClassifier, TransformersDetector
 
         self._detector = TransformersDetector(s["detector"], s["revision"], batch_size=s["batch_size"] or 4)
@@ -111,29 +120,30 @@ class GenEval(Reward):
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
     ) -> Scores:
-        """`geneval`: the share; monitor `geneval_strict`: 1 where every requirement is met. See `Reward.score`."""
+        """`geneval`: as `grading` says; monitor `geneval_strict`: 1 where the benchmark takes the picture for right, else 0.
+        See `Reward.score`."""
         check_batch(images, prompts, metadata)
         for prompt, extra in zip(prompts, metadata, strict=True):
             if problem := self.check_prompt(prompt, extra):
                 raise RewardError(f"prompt {prompt!r}: {problem}")
         if self._client is not None:
             scores = self._client.score(images, prompts, metadata, group_ids)
-            for key, values in scores.items():
-                if key in (self.name, f"{self.name}_strict"):
-                    check_range(values, key, self.range)
+            if (strict := f"{self.name}_strict") in scores:  # a declared range is not that of the monitors
+                check_range(scores[strict], strict, GENEVAL_RANGE)
             return scores
         verdicts = [self._judge(image, found, extra)
                     for image, found, extra in zip(images, self._detector.detect(images), metadata, strict=True)]
-        columns = np.asarray([(v.soft, v.strict) for v in verdicts], np.float32).reshape(len(verdicts), 2)
-        return {self.name: columns[:, 0].copy(), f"{self.name}_strict": columns[:, 1].copy()}
+        return {self.name: np.asarray([getattr(verdict, self.settings["grading"]) for verdict in verdicts], np.float32),
+                f"{self.name}_strict": np.asarray([verdict.geneval for verdict in verdicts], np.float32)}
 
-    def _judge(self, image: np.ndarray, found: Sequence[Any], metadata: Mapping[str, Any]) -> Any:
+    def _judge(self, image: np.ndarray, found: Sequence[Detection], metadata: Mapping[str, Any]) -> Verdict:
         """The verdict on one picture; its detections get the prompt's names of classes."""
         from dataclasses import replace
 
         from flowgrpo_ray.rewards.geneval_models import name_of
 
         own = self.settings["class_names"]
-        known = {name_of(wanted, self._detector.labels, own): wanted for wanted in classes_of(metadata)}
-        renamed = [replace(detection, label=known[detection.label]) for detection in found if detection.label in known]
+        names = {wanted: name_of(wanted, self._detector.labels, own) for wanted in classes_of(metadata)}
+        renamed = [replace(detection, label=wanted) for wanted, name in names.items() for detection in found
+                   if detection.label == name]
         return judge(renamed, metadata, lambda name, objects: self._colours.colours(image, name, objects))

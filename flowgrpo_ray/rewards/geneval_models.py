@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from flowgrpo_ray.rewards.clip_models import (
     refuse_keys,
     unreachable,
 )
-from flowgrpo_ray.rewards.geneval_rules import COLOURS, CONFIDENCE, Detection
+from flowgrpo_ray.rewards.geneval_rules import COLOURS, CONFIDENCE, MOST_OBJECTS, Detection
 
 # What detectors call the classes that GenEval's prompts name otherwise, after COCO and after PASCAL VOC.
 OTHER_NAMES = {
@@ -31,16 +32,6 @@ OTHER_NAMES = {
 }
 COLOUR_TEXTS = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
 GREY = 0x99  # what the background of an object is painted with
-
-
-class Detector(Protocol):
-    """Finds objects. `labels`: names of the classes that it knows."""
-
-    labels: frozenset[str]
-
-    def detect(self, images: np.ndarray) -> list[list[Detection]]:
-        """The objects in each image (uint8 [n, H, W, 3], RGB) of a confidence of `CONFIDENCE` or more."""
-        ...
 
 
 def name_of(wanted: str, labels: frozenset[str], own: Mapping[str, str]) -> str:
@@ -63,6 +54,9 @@ class TransformersDetector:
         source: folder or hub name.
         batch_size: images per forward pass.
 
+    Attributes:
+        labels: names of the classes that it knows.
+
     Raises:
         RewardError: it cannot be loaded, is of neither kind, or weights are missing.
     """
@@ -73,7 +67,7 @@ class TransformersDetector:
 
         try:
             config = transformers.AutoConfig.from_pretrained(source, revision=revision)
-            self._processor = transformers.AutoImageProcessor.from_pretrained(source, revision=revision)
+            self._processor = transformers.AutoImageProcessor.from_pretrained(source, revision=revision, **_by_pillow())
         except Exception as error:
             raise unreachable("geneval", "detector", source, "a detector of transformers", error) from error
         kinds = {"boxes": transformers.AutoModelForObjectDetection, "masks": transformers.AutoModelForUniversalSegmentation}
@@ -98,7 +92,11 @@ class TransformersDetector:
         self.labels = frozenset(name for name in self._names.values() if name != "N/A")
 
     def detect(self, images: np.ndarray) -> list[list[Detection]]:
-        """See `Detector.detect`."""
+        """The objects in each image, uint8 [n, H, W, 3] in RGB, of a confidence of `CONFIDENCE` or more; none is an answer too.
+
+        Raises:
+            RewardError: what the network gives is not finite.
+        """
         import torch
         from PIL import Image
 
@@ -135,6 +133,9 @@ class TransformersDetector:
             best, index = probabilities.flatten().topk(len(logits))
             sure = best >= CONFIDENCE  # the product below is smaller still
             best, index = best[sure], index[sure]
+            if not len(best):  # interpolate takes no empty batch
+                out.append([])
+                continue
             masks = interpolate(masks[index // probabilities.shape[1]][None], size=(384, 384), mode="bilinear")[0]
             inside = masks > 0
             area = inside.flatten(1).sum(1)
@@ -154,11 +155,11 @@ class ColourClassifier:
         RewardError: the model cannot be loaded.
     """
 
-    def __init__(self, source: str, revision: str | None = None, *, batch_size: int = 16) -> None:
-        model = load_model("geneval", source, revision)
-        pictures = published_pictures("geneval", "clip", source, revision, model.config.vision_config.image_size)
-        tokens = load_tokens("geneval", "clip", source, revision, model.config)
-        self._clip = Clip(model, pictures, tokens, dtype="auto", batch_size=batch_size)
+    def __init__(self, source: str) -> None:
+        model = load_model("geneval", source, None)
+        pictures = published_pictures("geneval", "clip", source, None, model.config.vision_config.image_size)
+        tokens = load_tokens("geneval", "clip", source, None, model.config)
+        self._clip = Clip(model, pictures, tokens, dtype="auto", batch_size=MOST_OBJECTS)
         self.notes = self._clip.notes
         check_texts("geneval", "clip", source, self._clip)
         self._texts: dict[str, np.ndarray] = {}
@@ -180,6 +181,12 @@ class ColourClassifier:
                     for colour in COLOURS]
             self._texts[name] = np.stack([row / np.linalg.norm(row) for row in rows])
         return self._texts[name]
+
+
+def _by_pillow() -> dict[str, Any]:
+    """What makes transformers take Pillow's image processor, also where torchvision is installed: scores must not depend on
+    that. Before it had two backends, Pillow's was the one that is not fast."""
+    return {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
 
 
 def object_picture(image: np.ndarray, found: Detection) -> np.ndarray:

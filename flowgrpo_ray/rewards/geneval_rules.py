@@ -6,8 +6,9 @@ A prompt's metadata says what has to be in the picture:
                                     {"class": "dog", "count": 1, "position": ["right of", 0]}], "exclude": []}
 
 `include` and `exclude` are lists of {"class", "count"}; an included one may ask for a "color" and for a "position"
-[relation, index of an earlier item of `include`]. `exclude` names classes that must stay below a count. The soft score is the
-share of requirements that are met, the strict one is 1 where all are, as GenEval counts a picture.
+[relation, index of an earlier item of `include`]. `exclude` names classes that must stay below a count. There are two gradings
+of a picture: the benchmark's own, all or nothing, and the graded one that Flow-GRPO is trained with (arXiv 2505.05470); `judge`
+has the rules of both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 CONFIDENCE = 0.3  # smallest confidence of a detection that counts
 COUNTING_CONFIDENCE = 0.9  # the same for prompts with the tag "counting"
 MOST_OBJECTS = 16  # detections per class that are looked at, by confidence
+FLOW_GRPO_RANGE = (2.0 - MOST_OBJECTS, 1.0)  # the lowest: as many as are looked at, where one is asked for
 POSITION_MARGIN = 0.1  # share of both boxes' sizes that a distance has to exceed
 
 EXAMPLE = '{"tag": "counting", "include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}'
@@ -42,10 +44,11 @@ class Detection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """soft: share of requirements met, in [0, 1]; strict: 1.0 where all are met, else 0.0; reasons: what is missing."""
+    """flow_grpo: the graded score, in `FLOW_GRPO_RANGE`; geneval: 1.0 where the benchmark takes the picture for right, else
+    0.0; reasons: why it does not."""
 
-    soft: float
-    strict: float
+    flow_grpo: float
+    geneval: float
     reasons: tuple[str, ...]
 
 
@@ -136,16 +139,24 @@ def judge(
     detections: Sequence[Detection], metadata: Mapping[str, Any],
     colours_of: Callable[[str, Sequence[Detection]], Sequence[str]],
 ) -> Verdict:
-    """Judge a picture.
+    """Judge a picture, in both gradings.
 
-    The requirements are: for every included item its count, its colour where it asks for one, its position where it asks
-    for one; and every excluded class that no item includes. They are met to a degree:
+    `geneval`, the benchmark's own (arXiv 2310.11513): of every included item there are at least the k objects that are asked
+    for, the k surest have its colour, and its relation holds between each of them and each of the target's, which has to be
+    right itself; and every clause of `exclude` holds.
 
-    - count n, asked k, with at most `m` where the class is excluded from m + 1 on: max(0, 1 - (distance of n to
-      [k, m]) / k), as in arXiv 2505.05470, so that soft scores of counting prompts are graded;
-    - colour: of the k surest objects, the share of k that has it;
-    - position: 1 where count and colour are met and the relation holds between each of the k surest objects and each
-      of the target's, else 0.
+    `flow_grpo`, the reward of arXiv 2505.05470 with the numbers of its published server (`evaluate_reward` of
+    github.com/yifan123/reward-server): the mean of the parts that every included item adds in its turn, where n objects are
+    found and k asked for.
+
+    - Count: 1 - |n - k| / k. It is not cut off at 0: five where one is asked for are -3.
+    - Where n is not k: one 0 more if the item asks for a colour, a position or both.
+    - Where n is k, the colour: the share of the k objects that has it.
+    - Where n is k and all have the colour, the position: 0 where not all parts of the target's item are 1; otherwise 1 where
+      the relation holds, and two parts, 0 and 1, where it does not.
+
+    `exclude` has no part in it: a class that must not be there costs nothing, and too many of one that has to be there cost by
+    their count, also where no clause excludes them.
 
     Args:
         detections: all objects found in the picture.
@@ -153,35 +164,43 @@ def judge(
         colours_of: names the colours (of `COLOURS`) of objects of a class.
     """
     found = by_class(detections, metadata["tag"])
-    limits = {item["class"]: item["count"] - 1 for item in metadata.get("exclude") or []}
-    degrees, reasons, matched = [], [], []
-
-    def require(degree: float, reason: str) -> bool:
-        degrees.append(degree)
-        if degree < 1:
-            reasons.append(reason)
-        return degree >= 1
-
+    parts: list[float] = []
+    reasons: list[str] = []
+    right_objects: list[Sequence[Detection] | None] = []  # by item: the k surest where the item is right, else None
+    exactly: list[bool] = []  # by item: it is right by the rules of flow_grpo
     for item in metadata["include"]:
-        name, k = item["class"], item["count"]
-        objects, most = found.get(name, []), limits.get(name)
-        n = len(objects)
-        away = max(k - n, 0 if most is None else n - most, 0)
-        met = require(max(0.0, 1 - away / k), f"{name}: {n} found, {_asked(k, most)} asked for")
-        objects = objects[:k]
-        if (colour := item.get("color")) is not None:
-            seen = list(colours_of(name, objects)) if objects else []
-            met &= require(seen.count(colour) / k, f"{name}: {', '.join(seen) or 'nothing'} found, {k} {colour} asked for")
-        if item.get("position") is not None:
-            relation, target = item["position"][0], matched[int(item["position"][1])]
-            holds = met and target is not None and all(relation in relations(a, b) for a in objects for b in target)
-            met &= require(float(holds), f"{name}: not {relation} item {item['position'][1]} of include")
-        matched.append(objects if met else None)
-    for name in limits.keys() - {item["class"] for item in metadata["include"]}:
-        n = len(found.get(name, []))
-        require(float(n <= limits[name]), f"{name}: {n} found, {limits[name]} allowed")
-    return Verdict(sum(degrees) / len(degrees), float(all(degree >= 1 for degree in degrees)), tuple(reasons))
+        name, k, colour, position = item["class"], item["count"], item.get("color"), item.get("position")
+        objects = found.get(name, [])
+        n, objects = len(objects), objects[:k]
+        right, exact = n >= k, n == k
+        parts.append(_likeness(n, k))
+        if not exact and (colour is not None or position is not None):
+            parts.append(0.0)
+        if not right:
+            reasons.append(f"{name}: {n} found, {k} or more asked for")
+        if right and colour is not None:
+            seen = list(colours_of(name, objects))
+            right = seen.count(colour) == k
+            if exact:
+                parts.append(_likeness(seen.count(colour), k))
+            if not right:
+                reasons.append(f"{name}: {', '.join(seen)} found, {k} {colour} asked for")
+        if right and position is not None:
+            relation, target = position[0], int(position[1])
+            others = right_objects[target]
+            right = others is not None and all(relation in relations(a, b) for a in objects for b in others)
+            if exact:
+                parts += [0.0] if not exactly[target] else [1.0] if right else [0.0, 1.0]
+                exact = exactly[target]
+            if not right:
+                reasons.append(f"{name}: not {relation} item {target} of include")
+        right_objects.append(objects if right else None)
+        exactly.append(right and exact)
+    for item in metadata.get("exclude") or []:
+        if (n := len(found.get(item["class"], []))) >= item["count"]:
+            reasons.append(f"{item['class']}: {n} found, {item['count'] - 1} allowed")
+    return Verdict(sum(parts) / len(parts), float(not reasons), tuple(reasons))
 
 
-def _asked(least: int, most: int | None) -> str:
-    return f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+def _likeness(n: int, k: int) -> float:
+    return 1 - abs(n - k) / k

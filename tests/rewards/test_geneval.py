@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_reward_server import served
 from transformers import (
+    AutoImageProcessor,
     CLIPModel,
     CLIPTokenizer,
     Mask2FormerConfig,
@@ -22,15 +24,16 @@ from transformers import (
     SwinConfig,
     YolosForObjectDetection,
 )
+from transformers.models.auto import image_processing_auto
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
 from flowgrpo_ray import rewards
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.rewards import RewardError, geneval_models
+from flowgrpo_ray.rewards import RewardError, geneval_models, validated
 from flowgrpo_ray.rewards.geneval_models import ColourClassifier, TransformersDetector, name_of, object_picture
-from flowgrpo_ray.rewards.geneval_rules import COLOURS, Detection
+from flowgrpo_ray.rewards.geneval_rules import COLOURS, FLOW_GRPO_RANGE, Detection
 
 NAMES = {0: "cat", 1: "dog", 2: "remote", 3: "N/A"}
 QUERIES = 5
@@ -79,6 +82,32 @@ def test_boxes_are_the_model_s_own_in_pixels(detector):
 
 def test_labels_leave_out_what_is_no_class(detector):
     assert TransformersDetector(detector).labels == {"cat", "dog", "remote"}
+
+
+def test_pictures_are_prepared_by_pillow_also_where_torchvision_is_there(detector, monkeypatch):
+    class ByTorchvision(YolosImageProcessorPil):
+        pass
+
+    own = image_processing_auto.get_image_processor_class_from_name
+    monkeypatch.setattr(image_processing_auto, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(image_processing_auto, "get_image_processor_class_from_name",
+                        lambda name: ByTorchvision if name == "YolosImageProcessor" else own(name))
+    assert type(AutoImageProcessor.from_pretrained(detector)) is ByTorchvision
+    assert type(TransformersDetector(detector)._processor) is YolosImageProcessorPil
+
+
+def test_a_picture_may_have_nothing_in_it(detector):
+    model = TransformersDetector(detector)
+    unsure = torch.zeros(2, QUERIES, len(NAMES) + 1)
+    boxes = SimpleNamespace(logits=unsure, pred_boxes=torch.rand(2, QUERIES, 4))
+    assert model._from_boxes(boxes, IMAGES[:2]) == [[], []]
+    masks = SimpleNamespace(class_queries_logits=unsure, masks_queries_logits=torch.ones(2, QUERIES, 16, 16))
+    assert model._from_masks(masks, IMAGES[:2]) == [[], []]
+    one = unsure.clone()
+    one[1, 2, 1] = 9.0
+    empty, (dog,) = model._from_masks(SimpleNamespace(**vars(masks) | {"class_queries_logits": one}), IMAGES[:2])
+    assert empty == [] and dog.label == "dog" and dog.box == (0, 0, 50, 40) and dog.mask.all()
+    assert dog.confidence == pytest.approx(one[1, 2].softmax(0)[1].item() * torch.sigmoid(torch.ones(())).item(), rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +239,7 @@ def test_scores_are_the_rules_on_what_is_detected(detector, clip):
     reward = local(detector, clip)
     found = score(reward, DOGS)  # five dogs for three
     assert list(found) == ["geneval", "geneval_strict"] and all(values.dtype == np.float32 for values in found.values())
+    assert all(values.shape == (0,) and values.dtype == np.float32 for values in score(reward, DOGS, IMAGES[:0]).values())
     assert found["geneval"] == pytest.approx([1 / 3] * 3) and found["geneval_strict"].tolist() == [0] * 3
     five = {"tag": "counting", "include": [{"class": "dog", "count": 5}], "exclude": [{"class": "dog", "count": 6}]}
     assert [values.tolist() for values in score(reward, five).values()] == [[1] * 3, [1] * 3]
@@ -217,19 +247,33 @@ def test_scores_are_the_rules_on_what_is_detected(detector, clip):
     assert [values.tolist() for values in score(reward, none).values()] == [[0] * 3, [0] * 3]
 
 
+def test_the_grading_says_what_is_optimised(detector, clip):
+    graded, all_or_nothing = local(detector, clip, grading="flow_grpo"), local(detector, clip, grading="geneval")
+    assert graded.range == FLOW_GRPO_RANGE == rewards.reward_class("geneval").range and all_or_nothing.range == (0, 1)
+    one = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}  # five are found
+    for metadata, soft, strict in ((DOGS, 1 / 3, 0), (one, -3, 1)):
+        assert score(graded, metadata)["geneval"] == pytest.approx([soft] * 3)
+        assert score(all_or_nothing, metadata)["geneval"].tolist() == [strict] * 3
+        for reward in (graded, all_or_nothing):
+            found = validated(score(reward, metadata), 3, "geneval", range=reward.range)
+            assert found["geneval_strict"].tolist() == [strict] * 3
+
+
 def test_colours_count(detector, clip):
     reward = local(detector, clip)
-    surest = [max(found, key=lambda o: o.confidence) for found in TransformersDetector(detector).detect(IMAGES)]
-    seen = [ColourClassifier(clip).colours(image, "dog", [o])[0] for image, o in zip(IMAGES, surest, strict=True)]
-    for colour in COLOURS:
-        metadata = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": colour}]}
-        found = score(reward, metadata)
-        assert found["geneval"].tolist() == [1 if c == colour else 0.5 for c in seen]
-        assert found["geneval_strict"].tolist() == [float(c == colour) for c in seen]
+    for image, found in zip(IMAGES, TransformersDetector(detector).detect(IMAGES), strict=True):
+        seen = ColourClassifier(clip).colours(image, "dog", sorted(found, key=lambda o: -o.confidence))
+        for colour in COLOURS:
+            metadata = {"tag": "colors", "include": [{"class": "dog", "count": QUERIES, "color": colour}]}
+            scores = score(reward, metadata, image[None])
+            assert scores["geneval"] == pytest.approx([(1 + seen.count(colour) / QUERIES) / 2])
+            assert scores["geneval_strict"].tolist() == [float(seen.count(colour) == QUERIES)]
+            surest = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": colour}]}
+            assert score(reward, surest, image[None])["geneval_strict"].tolist() == [float(seen[0] == colour)]
 
 
 def test_batches_do_not_change_scores(detector, clip):
-    metadata = [DOGS, {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}] * 2
+    metadata = [DOGS, {"tag": "colors", "include": [{"class": "dog", "count": 5, "color": "red"}]}] * 2
     images = np.concatenate([IMAGES, IMAGES[:1]])
     together = local(detector, clip, batch_size=4).score(images, [""] * 4, metadata)
     reward = local(detector, clip, batch_size=1)
@@ -239,10 +283,14 @@ def test_batches_do_not_change_scores(detector, clip):
 
 
 def test_names_of_one_s_own(detector, clip):
-    metadata = {"tag": "single_object", "include": [{"class": "hound", "count": 1}]}
+    metadata = {"tag": "counting", "include": [{"class": "hound", "count": 5}]}
     with pytest.raises(RewardError, match="knows no class 'hound'.*class_names"):
         score(local(detector, clip), metadata)
-    assert score(local(detector, clip, class_names={"hound": "dog"}), metadata)["geneval"].tolist() == [1] * 3
+    reward = local(detector, clip, class_names={"hound": "dog"})
+    assert score(reward, metadata)["geneval"].tolist() == [1] * 3
+    # Two of a prompt's classes may be one to the detector.
+    both = metadata | {"include": [*metadata["include"], {"class": "dog", "count": 5}]}
+    assert score(reward, both)["geneval"].tolist() == [1] * 3
 
 
 def test_a_prompt_without_metadata_is_found_before_anything_starts(detector, clip):
@@ -262,6 +310,8 @@ def test_self_test_scores_two_pictures(detector, clip):
     ({"url": "http://x", "detector": "y"}, "one of the two"),
     ({"url": "x"}, "option url is 'x', not of the form"),
     ({"url": "http://x", "clip": "c"}, "option clip means nothing with url"),
+    ({"url": "http://x", "grading": "geneval"}, "option grading means nothing with url"),
+    ({"detector": "y", "grading": "flowgrpo"}, "option grading is 'flowgrpo'; the choices are flow_grpo, geneval"),
     ({"detector": "y", "retries": 1}, "option retries means nothing with detector"),
     ({"detector": "y", "class_names": "tv"}, "option class_names is 'tv', not of type dict"),
 ])
@@ -272,20 +322,33 @@ def test_wrong_options_are_named(options, message):
 
 # On a server ----------------------------------------------------------------------------------------------------------
 
-def test_a_served_geneval_scores_as_the_local_one(detector, clip):
-    here = local(detector, clip)
-    metadata = [DOGS, {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}, DOGS]
+@pytest.mark.parametrize("grading", ["flow_grpo", "geneval"])
+def test_a_served_geneval_scores_as_the_local_one(detector, clip, grading):
+    here = local(detector, clip, grading=grading)
+    metadata = [DOGS, {"tag": "colors", "include": [{"class": "dog", "count": 5, "color": "red"}]},
+                {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}]
     with served(here) as url:
         there = rewards.get("geneval", url=url, batch_size=2, backoff_s=0.0)
+        assert there.range == here.range
         there.self_test()
         found, wanted = (reward.score(IMAGES, ["p"] * 3, metadata) for reward in (there, here))
         assert list(found) == list(wanted) == ["geneval", "geneval_strict"]
         assert all(found[key].tobytes() == wanted[key].tobytes() for key in wanted)
 
 
+@pytest.mark.parametrize(("declared", "expected"), [
+    ([None, None], FLOW_GRPO_RANGE), ([0, 1], (0, 1)), ([-100, 100], FLOW_GRPO_RANGE), ([-1, None], (-1, 1)),
+])
+def test_a_server_may_declare_a_narrower_range(declared, expected):
+    health = {"name": "geneval", "range": declared, "scope": "sample"}
+    with serving(lambda method, path, body: (200, health)) as server:
+        assert rewards.get("geneval", url=server.url).range == expected
+        assert rewards.get("geneval", url=server.url, score="another").range == FLOW_GRPO_RANGE
+
+
 @pytest.mark.parametrize("key", ["geneval", "geneval_strict"])
 def test_a_sentinel_is_no_score(key):
-    health = {"name": "geneval", "range": [None, None], "scope": "sample"}
+    health = {"name": "geneval", "range": [0, 1], "scope": "sample"}
     scores = {"geneval": [1, 0.5], "geneval_strict": [1, 0]}
 
     def answer(method, path, body):
@@ -294,4 +357,4 @@ def test_a_sentinel_is_no_score(key):
     with serving(answer) as server:
         reward = rewards.get("geneval", url=server.url)
         with pytest.raises(RewardError, match=rf"reward {key}: -10 is outside 0 to 1, so it is no score .* at \[1\] of 2"):
-            score(reward, DOGS, IMAGES[:2])
+            validated(score(reward, DOGS, IMAGES[:2]), 2, "geneval", range=reward.range)

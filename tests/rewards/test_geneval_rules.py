@@ -1,7 +1,17 @@
 import numpy as np
 import pytest
 
-from flowgrpo_ray.rewards.geneval_rules import COLOURS, Detection, by_class, classes_of, judge, metadata_problem, relations
+from flowgrpo_ray.rewards.geneval_rules import (
+    COLOURS,
+    FLOW_GRPO_RANGE,
+    MOST_OBJECTS,
+    Detection,
+    by_class,
+    classes_of,
+    judge,
+    metadata_problem,
+    relations,
+)
 
 
 def box(label, left, top, size=10, confidence=0.95):
@@ -18,10 +28,16 @@ def no_colours(name, objects):
 
 
 def scores(detections, metadata, namer=no_colours):
+    """(flow_grpo, geneval)"""
     assert metadata_problem(metadata) is None
     verdict = judge(detections, metadata, namer)
-    assert (verdict.strict == 1) == (verdict.soft == 1) == (verdict.reasons == ())
-    return verdict.soft, verdict.strict
+    assert (verdict.geneval == 1) == (verdict.reasons == ())
+    return verdict.flow_grpo, verdict.geneval
+
+
+def row(names):
+    """Objects from the left to the right, 20 pixels from one to the next."""
+    return [box(name, 20 * i, 0) for i, name in enumerate(names.split())]
 
 
 ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
@@ -36,32 +52,44 @@ PLACE = {"tag": "position", "include": [{"class": "cat", "count": 1},
 
 # Counts ---------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("found", "expected"), [(0, (0, 0)), (1, (1, 1)), (2, (1, 1))])
+# Of the graded score these are the numbers that the published reward server gives for the same detections.
+
+@pytest.mark.parametrize(("found", "expected"), [(0, (0, 0)), (1, (1, 1)), (2, (0, 1)), (3, (-1, 1)), (4, (-2, 1))])
 def test_one_object_or_more(found, expected):
-    assert scores([box("dog", 20 * i, 0) for i in range(found)] + [box("cat", 0, 0)], ONE) == expected
+    assert scores(row("dog " * found) + [box("cat", 0, 0)], ONE) == expected
 
 
 @pytest.mark.parametrize(("found", "expected"), [
-    ("", (0, 0)), ("dog", (0.5, 0)), ("cat", (0.5, 0)), ("dog cat", (1, 1)), ("dog dog", (0.5, 0)), ("bird", (0, 0)),
+    ("", (0, 0)), ("dog", (0.5, 0)), ("cat", (0.5, 0)), ("dog cat", (1, 1)), ("dog dog", (0, 0)), ("bird", (0, 0)),
+    ("dog dog cat", (0.5, 1)), ("dog dog cat cat", (0, 1)), ("dog dog dog cat", (0, 1)),
 ])
 def test_two_objects(found, expected):
-    assert scores([box(name, 20 * i, 0) for i, name in enumerate(found.split())], TWO) == expected
+    assert scores(row(found), TWO) == expected
 
 
-@pytest.mark.parametrize(("found", "soft"), [(0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1), (4, 2 / 3), (5, 1 / 3), (6, 0), (9, 0)])
-def test_counts_are_graded_on_both_sides(found, soft):
-    assert scores([box("dog", 20 * i, 0) for i in range(found)], THREE) == (pytest.approx(soft), float(found == 3))
+@pytest.mark.parametrize(("found", "graded"), [
+    (0, 0), (1, 1 / 3), (2, 2 / 3), (3, 1), (4, 2 / 3), (5, 1 / 3), (6, 0), (9, -1), (16, 1 - 13 / 3), (20, 1 - 13 / 3),
+])
+def test_counts_are_graded_on_both_sides(found, graded):
+    assert scores(row("dog " * found), THREE) == (pytest.approx(graded), float(found == 3))
+    # Too many cost by their count alone: what is excluded plays no part.
+    assert scores(row("dog " * found), THREE | {"exclude": None}) == (pytest.approx(graded), float(found >= 3))
 
 
-def test_without_an_exclusion_more_is_as_good():
-    assert scores([box("dog", 20 * i, 0) for i in range(7)], THREE | {"exclude": None}) == (1, 1)
+def test_the_range_is_that_of_the_graded_score():
+    assert scores(row("dog " * 20), ONE) == (FLOW_GRPO_RANGE[0], 1) and FLOW_GRPO_RANGE == (1 - (MOST_OBJECTS - 1), 1)
 
 
 def test_an_excluded_class_that_is_not_included():
     metadata = TWO | {"exclude": [{"class": "bird", "count": 1}]}
-    found = [box("dog", 0, 0), box("cat", 20, 0)]
-    assert scores(found, metadata) == (1, 1)
-    assert scores([*found, box("bird", 40, 0)], metadata) == (pytest.approx(2 / 3), 0)
+    assert scores(row("dog cat"), metadata) == (1, 1)
+    assert scores(row("dog cat bird"), metadata) == (1, 0)
+
+
+@pytest.mark.parametrize("counts", [(3, 5), (5, 3), (4, 3, 5)])
+def test_every_clause_of_exclude_holds(counts):
+    metadata = ONE | {"exclude": [{"class": "dog", "count": count} for count in counts]}
+    assert [scores(row("dog " * n), metadata)[1] for n in (1, 2, 3, 4, 5)] == [1, 1, 0, 0, 0]
 
 
 def test_thresholds_of_confidence():
@@ -76,29 +104,31 @@ def test_thresholds_of_confidence():
 # Colours --------------------------------------------------------------------------------------------------------------
 
 def test_a_colour():
-    dog = [box("dog", 0, 0)]
+    dog = row("dog")
     assert scores(dog, COLOUR, colours(x0="red")) == (1, 1)
     assert scores(dog, COLOUR, colours(x0="blue")) == (0.5, 0)
     assert scores([], COLOUR) == (0, 0)
 
 
-def test_only_the_surest_objects_are_looked_at():
+def test_the_benchmark_looks_at_the_surest_objects_and_the_graded_score_wants_the_count():
     dogs = [box("dog", 0, 0, confidence=0.5), box("dog", 20, 0, confidence=0.9)]
-    assert scores(dogs, COLOUR, colours(x0="red", x20="blue")) == (0.5, 0)
-    assert scores(dogs, COLOUR, colours(x0="blue", x20="red")) == (1, 1)
+    assert scores(dogs, COLOUR, colours(x20="blue")) == (0, 0)
+    assert scores(dogs, COLOUR, colours(x20="red")) == (0, 1)
+    assert scores(row("dog " * 4), COLOUR, colours(x0="red")) == (-1, 1)
 
 
 def test_colours_of_several_objects_are_a_share():
     metadata = {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": "red"}]}
-    dogs = [box("dog", 0, 0), box("dog", 20, 0)]
+    dogs = row("dog dog")
     assert scores(dogs, metadata, colours(x0="red", x20="red")) == (1, 1)
     assert scores(dogs, metadata, colours(x0="red", x20="blue")) == (0.75, 0)
-    assert scores(dogs[:1], metadata, colours(x0="red")) == (0.5, 0)
+    assert scores(dogs[:1], metadata) == (0.25, 0)
 
 
 def test_colours_of_two_objects_do_not_mix():
-    both = [box("dog", 0, 0), box("cat", 20, 0)]
+    both = row("dog cat")
     assert scores(both, ATTRIBUTES, colours(x0="red", x20="blue")) == (1, 1)
+    assert scores(both, ATTRIBUTES, colours(x0="red", x20="red")) == (0.75, 0)
     assert scores(both, ATTRIBUTES, colours(x0="blue", x20="red")) == (0.5, 0)
     assert scores(both[:1], ATTRIBUTES, colours(x0="red")) == (0.5, 0)
 
@@ -126,12 +156,18 @@ def test_the_margin_grows_with_the_objects():
 
 
 def test_a_position():
-    cat, right = box("cat", 50, 50), box("dog", 90, 50)
-    assert scores([cat, box("dog", 0, 50)], PLACE) == (1, 1)
-    assert scores([cat, right], PLACE) == (pytest.approx(2 / 3), 0)
+    cat, left, right = box("cat", 50, 50), box("dog", 0, 50), box("dog", 90, 50)
+    assert scores([cat, left], PLACE) == (1, 1)
+    assert scores([cat, right], PLACE) == (0.75, 0)  # both counts 1, the position 0 and 1
     assert scores([cat], PLACE) == (pytest.approx(1 / 3), 0)
     assert scores([right], PLACE) == (pytest.approx(1 / 3), 0)
     assert scores([], PLACE) == (0, 0)
+
+
+def test_a_position_where_there_are_more_than_asked_for():
+    cat, far, left = box("cat", 50, 50), box("cat", 150, 50, confidence=0.5), box("dog", 0, 50)
+    assert scores([cat, far, left], PLACE) == (pytest.approx(1 / 3), 1)  # 0 for two cats, 1 for the dog, 0 for its place
+    assert scores([cat, left, box("dog", 100, 50, confidence=0.5)], PLACE) == (pytest.approx(1 / 3), 1)
 
 
 def test_a_position_holds_between_all_of_the_objects():
@@ -139,7 +175,7 @@ def test_a_position_holds_between_all_of_the_objects():
                                                {"class": "dog", "count": 2, "position": ["left of", 0]}]}
     cat = box("cat", 50, 50)
     assert scores([cat, box("dog", 0, 50), box("dog", 10, 50)], metadata) == (1, 1)
-    assert scores([cat, box("dog", 0, 50), box("dog", 100, 50)], metadata) == (pytest.approx(2 / 3), 0)
+    assert scores([cat, box("dog", 0, 50), box("dog", 100, 50)], metadata) == (0.75, 0)
 
 
 def test_a_target_of_the_wrong_colour_is_no_target():
@@ -150,11 +186,28 @@ def test_a_target_of_the_wrong_colour_is_no_target():
     assert scores(found, metadata, colours(x50="blue")) == (0.5, 0)
 
 
-def test_reasons_say_what_is_missing():
-    verdict = judge([box("cat", 0, 0)], PLACE, no_colours)
-    assert verdict.reasons == ("dog: 0 found, 1 or more asked for", "dog: not left of item 0 of include")
-    assert judge([box("dog", 0, 0)] * 5, THREE, no_colours).reasons == ("dog: 5 found, 3 asked for",)
-    assert judge([box("dog", 0, 0)], COLOUR, colours(x0="blue")).reasons == ("dog: blue found, 1 red asked for",)
+def test_a_target_that_is_not_in_its_own_place_is_no_target():
+    metadata = PLACE | {"include": [*PLACE["include"], {"class": "bird", "count": 1, "position": ["above", 1]}]}
+    cats, dog, bird = [box("cat", 50, 50), box("cat", 90, 50, confidence=0.5)], box("dog", 0, 50), box("bird", 0, 0)
+    assert scores([cats[0], dog, bird], metadata) == (1, 1)
+    assert scores([cats[0], box("dog", 150, 50), bird], metadata) == (pytest.approx(4 / 6), 0)  # 1, 1, 0, 1, 1, 0
+    assert scores([*cats, dog, bird], metadata) == (pytest.approx(2 / 5), 1)  # 0, 1, 0, 1, 0
+
+
+def test_of_a_wrong_colour_the_place_is_no_part():
+    metadata = {"tag": "x", "include": [{"class": "cat", "count": 1},
+                                        {"class": "dog", "count": 1, "color": "red", "position": ["left of", 0]}]}
+    found = [box("cat", 50, 50), box("dog", 0, 50)]
+    assert scores(found, metadata, colours(x0="red")) == (1, 1)
+    assert scores(found, metadata, colours(x0="blue")) == (pytest.approx(2 / 3), 0)  # 1, 1, 0
+    assert scores(found[:1], metadata) == (pytest.approx(1 / 3), 0)  # 1, 0, and one 0 for both
+
+
+def test_reasons_say_why_the_benchmark_does_not_take_it():
+    assert judge([box("cat", 0, 0)], PLACE, no_colours).reasons == ("dog: 0 found, 1 or more asked for",)
+    assert judge(row("cat dog"), PLACE, no_colours).reasons == ("dog: not left of item 0 of include",)
+    assert judge(row("dog " * 5), THREE, no_colours).reasons == ("dog: 5 found, 3 allowed",)
+    assert judge(row("dog"), COLOUR, colours(x0="blue")).reasons == ("dog: blue found, 1 red asked for",)
 
 
 # Metadata -------------------------------------------------------------------------------------------------------------
@@ -197,7 +250,7 @@ def test_bad_metadata_is_named(metadata, message):
 def test_an_index_may_be_a_text_as_in_parquet():
     metadata = with_item(position=["left of", "0"])
     assert metadata_problem(metadata) is None
-    assert judge([box("cat", 50, 0), box("dog", 0, 0)], metadata, no_colours).strict == 1
+    assert judge([box("cat", 50, 0), box("dog", 0, 0)], metadata, no_colours).geneval == 1
 
 
 def test_names():
