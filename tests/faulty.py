@@ -27,7 +27,7 @@ class FaultyReward(RewardActor):
         inner, fault, folder = self._reward, os.environ["FAULT"], Path(os.environ["FAULT_DIR"])
 
         class Broken:
-            range = inner.range
+            range, notes = inner.range, inner.notes
 
             def score(self, images, prompts, metadata, *, group_ids=None):
                 result = inner.score(images, prompts, metadata)
