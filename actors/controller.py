@@ -23,6 +23,7 @@ from actors.scoring import Scoring
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step
 from flowgrpo_ray.preflight import Inputs, scope_of
@@ -70,6 +71,7 @@ class Controller:
         self.pools: list[ActorPool] = []
         self.learners: LearnerGroup | None = None
         self._started = time.perf_counter()
+        self._step: int | None = None  # the one that has no row yet
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -139,13 +141,25 @@ class Controller:
     # The loop ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train to `run.steps`. Order within a step: updates, publish, evaluation if due, checkpoint."""
+        """Train to `run.steps`. Order within a step: updates, publish, evaluation if due, checkpoint.
+
+        A step that cannot be finished leaves a row of the counts that say why.
+        """
+        try:
+            self._train()
+        except FlowGrpoError:
+            if self._step is not None:
+                self.recorder.row({"step": self._step, "stopped": 1, **self._totals()})
+            raise
+
+    def _train(self) -> None:
         first, last, e = self.recorder.start_step, self.config.run.steps, self.config.eval
         self.publish(first)
         if first == 0 and e.at_start and self.inputs.eval:
+            self._step = 0
             self._record({"step": 0, **self.evaluate(0)})
         for step in range(first, last):
-            started = time.perf_counter()
+            started, self._step = time.perf_counter(), step + 1
             row = self.train_step(plan_step(self.config, self.inputs.train, step))
             done = step + 1
             due = (e.every_steps and done % e.every_steps == 0) or (e.at_end and done == last)
@@ -368,6 +382,7 @@ class Controller:
     def _record(self, row: Row) -> None:
         """Add the totals since the start of the run, and record the row."""
         row |= self._totals()
+        self._step = None
         self.observer.row(self.recorder.row(row))
 
     def _totals(self) -> Row:

@@ -230,7 +230,8 @@ class ActorPool:
                 left = ", ".join(f"{kind} {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
                 self._cannot_start(member, ResourceError(
                     f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
-                    f"(pools.start_timeout_s); free now, over all nodes: {left}{self._start_hint}"))
+                    f"(pools.start_timeout_s): it waits for resources, or is still loading; free now, over all nodes: "
+                    f"{left}{self._start_hint}"))
             elif member.handle is None and time.monotonic() > member.rests_until:
                 self._respawn(member)
             for ref in [ref for ref in member.running if ref in ready]:

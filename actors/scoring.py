@@ -14,7 +14,7 @@ import ray
 
 from actors.pool import ActorPool, Task
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import FlowGrpoError, described
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described
 from flowgrpo_ray.preflight import known_class
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards.base import batch_size_of
@@ -190,6 +190,8 @@ class Scoring:
 
     def _failed(self, batch: _Batch, error: Exception) -> None:
         reward, settings = batch.reward, self._config.rewards[batch.reward]
+        if isinstance(error, ConfigError):  # it would be so for every image
+            raise FlowGrpoError(str(error)) from error
         text = f"reward {reward} failed on {batch.what}: {described(error)}"
         if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
@@ -206,7 +208,8 @@ class Scoring:
         text = f"{text} (prompt {rows[0][0].prompts[rows[0][1]]!r}, {batch.retries} retries)"
         if settings.on_failure == "fail":
             raise FlowGrpoError(f"{text} (rewards.{reward}.on_failure is fail)")
-        log.warning("%s; %s", text, "its group is dropped" if settings.on_failure == "drop_group" else "it is masked")
+        log.warning("%s; %s", text, "it has no score" if settings.weight == 0 else
+                    "its group is dropped" if settings.on_failure == "drop_group" else "it is masked")
         self._check_budget(reward, self._expected)
         for shard, row in rows:
             shard.result.scores.setdefault(reward, np.full(shard.size, np.nan))

@@ -1,8 +1,8 @@
 """The configuration: one typed tree over YAML, every field documented, every mistake named before an actor starts.
 
 What can change the result lives outside `pools`: `result_hash` covers every section but `run`, `pools`, `logging` and
-`checkpoint` (and of the rewards not how they are waited for and where their servers are), and a checkpoint made under another
-hash is not resumed.
+`checkpoint` (and of the rewards not the monitors, how failures are dealt with and where servers are), and a checkpoint made
+under another hash is not resumed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flowgrpo_ray.sections import (
 )
 
 RUN_SECTIONS = ("run", "pools", "logging", "checkpoint")  # where and how it runs
-RUN_REWARD_KEYS = ("timeout_s", "retries", "max_failure_rate", "self_test", "environment")
+RUN_REWARD_KEYS = ("timeout_s", "retries", "on_failure", "max_failure_rate", "self_test", "environment")
 REWARD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -177,10 +177,11 @@ class Config(Section):
 
 
 def result_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a plain configuration can change the result: all but where and how it runs, how rewards are waited for, and
-    where their servers are."""
+    """What of a plain configuration can change the result: all but where and how it runs, monitors, how rewards are waited for
+    and their failures dealt with, and where their servers are."""
     out = {key: value for key, value in tree.items() if key not in RUN_SECTIONS}
-    return out | {"rewards": {name: _result_of(name, reward) for name, reward in (tree.get("rewards") or {}).items()}}
+    optimised = {name: reward for name, reward in (tree.get("rewards") or {}).items() if reward.get("weight") != 0}
+    return out | {"rewards": {name: _result_of(name, reward) for name, reward in optimised.items()}}
 
 
 def _result_of(name: str, reward: Mapping[str, Any]) -> dict[str, Any]:

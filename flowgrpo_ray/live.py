@@ -259,11 +259,12 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
             console.print(f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style,
                           markup=False, highlight=False, soft_wrap=True)
     else:
+        why = "no reward scores images one by one" if config.data.eval_prompts else "data.eval_prompts is not set"
         for name in config.rewards:
             values = [row[f"reward_mean/{name}"] for row in rows if f"reward_mean/{name}" in row]
             if values:
-                console.print(f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last "
-                              "(data.eval_prompts is not set)", highlight=False)
+                console.print(f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last ({why})",
+                              highlight=False)
     minutes = rows[-1].get("time_total", 0.0) / 60
     console.print(f"trained {int(rows[-1]['step'])} steps in {minutes:.1f} minutes", highlight=False)
     for what, where in places(run_dir, int(rows[-1]["step"])):

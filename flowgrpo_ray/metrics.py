@@ -95,7 +95,8 @@ METRICS: tuple[Metric, ...] = (
     _g("eval_images", "images", "Evaluation images that have a score", "weights"),
     _g("eval_masked", "images", "Evaluation images without a score", "weights"),
     # what went wrong
-    _c("scoring_failures", "samples", "Samples that failed twice and have no score", "reward", machine=True),
+    _g("stopped", "1", "1: the run stopped in this step, and the row holds counts alone", machine=True),
+    _c("scoring_failures", "samples", "Samples that have no score after all retries", "reward", machine=True),
     _c("scoring_retries", "batches", "Failed batches that were scored again one by one", "reward", machine=True),
     _c("late_answers_dropped", "answers", "Answers that came after their deadline", machine=True),
     _c("timeouts", "calls", "Calls that passed their deadline", "pool", machine=True),

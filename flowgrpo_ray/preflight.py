@@ -48,6 +48,10 @@ def check(config: Config) -> Inputs:
     if problems := [text for name, reward in config.rewards.items() for text in _misfits(name, reward, config)]:
         raise ConfigError("\n".join(problems))
     source, d = check_model(config.model), config.data
+    for name, reward in config.rewards.items():
+        if reward.every_steps > config.run.steps and not d.eval_prompts:
+            log.warning("rewards.%s.every_steps is %d, and the run has %d steps and no evaluation: it is never asked", name,
+                        reward.every_steps, config.run.steps)
     rule = _size_rule(source, config)
     if config.lora.targets is not None or config.lora.init_from is not None:
         check_adapter(source, config.model, config.lora)

@@ -47,7 +47,7 @@ class Recorder:
         try:
             known = self._identity()
             # What is damaged is better known now than in the report at the end.
-            has_rows = bool(known and read_metrics(self.run_dir))
+            has_rows = bool(known and any("stopped" not in row for row in read_metrics(self.run_dir)))
             self.resume_from = self._checkpoint(known, has_rows)
         except BaseException:
             claim.release(self.run_dir, self._claim)
@@ -101,7 +101,7 @@ class Recorder:
             raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
         elif known:
             self._refuse_damaged(known)
-            if has_rows:  # without, it ended before its first row
+            if has_rows:  # without, it ended before its first step did
                 self._refuse_other_config(tree)
         return info
 

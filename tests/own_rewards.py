@@ -106,6 +106,11 @@ def jpeg(images, prompts, metadata):
     return {"jpeg": brightness(images, prompts, metadata), "compressibility": [1.0] * len(images)}
 
 
+def ambiguous(images, prompts, metadata):
+    """Two keys of one meaning."""
+    return {"ambiguous": brightness(images, prompts, metadata), "a": [1.0] * len(images), "ambiguous_a": [2.0] * len(images)}
+
+
 def hopeless(images, prompts, metadata):
     """Never has a score."""
     raise ValueError("no picture is good enough")

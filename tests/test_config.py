@@ -158,11 +158,17 @@ def test_hash_leaves_out_where_and_how_it_runs():
 
 
 @pytest.mark.parametrize("override", [
-    "timeout_s=7", "retries=5", "max_failure_rate=0.1", "self_test=false", "environment.py_executable=/other/python",
+    "timeout_s=7", "retries=5", "on_failure=fail", "max_failure_rate=0.1",
+    "self_test=false", "environment.py_executable=/other/python",
     "options.url=http://elsewhere:1", "options.timeout_s=2", "options.backoff_s=2", "options.retries=9"])
 def test_hash_leaves_out_how_a_reward_is_waited_for_and_where_its_server_is(override):
     remote = ["rewards.far.type=remote", "rewards.far.options.url=http://here:1"]
     assert load(None, [*remote, f"rewards.far.{override}"]).result_hash() == load(None, remote).result_hash()
+
+
+def test_hash_leaves_out_monitors_and_the_order_of_rewards():
+    a, b, monitor = "rewards.a.type=ocr", "rewards.b.type=jpeg_compressibility", "rewards.m={type: ocr, weight: 0}"
+    assert load(None, [b, monitor, a]).result_hash() == load(None, [a, b]).result_hash()
 
 
 def test_hash_feels_options_of_the_same_name_that_another_reward_scores_by():
@@ -172,10 +178,10 @@ def test_hash_feels_options_of_the_same_name_that_another_reward_scores_by():
 
 @pytest.mark.parametrize(
     "override",
-    ["rewards.ocr.on_failure=fail", "rewards.ocr.type=video_ocr", "train.seed=1",
+    ["rewards.ocr.type=video_ocr", "train.seed=1",
      "sampling.noise_level=0.8", "model.dtype=bfloat16", "model.cpu_threads=2", "lora.rank=4",
      "data.negative_prompt=x", "rewards.ocr.weight=2", "rewards.ocr.options={a: 1}",
-     "rewards.jpeg_compressibility.weight=0",
+     "rewards.jpeg_compressibility.weight=0.5",
      "advantage.std=none", "loss.beta=0.1", "train.ema.decay=0.5", "eval.seed=1", "sampling.window.size=2"])
 def test_hash_feels_whatever_can_change_the_result(override):
     assert load(None, [OCR, override]).result_hash() != load(None, [OCR]).result_hash()

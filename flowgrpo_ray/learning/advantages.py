@@ -88,7 +88,7 @@ def combine(
     if missing or not used:
         raise ValueError(f"no scores of {', '.join(missing) or 'any reward'}; there are {', '.join(scores) or 'none'}")
     total = np.zeros(len(group_ids))
-    for name, weight in used.items():  # in the order of the configuration: a float sum depends on it
+    for name, weight in sorted(used.items()):  # a float sum depends on the order
         values, mask = _checked(scores[name], valid, name)
         if mode == "gdpo":
             values = group_advantages(values, group_ids, eps=eps, valid=mask)

@@ -80,6 +80,17 @@ def test_fail_stops_the_run(folder, fault_dir):
     overrides = reward_overrides("raise", fault_dir, **{f"rewards.{REWARD}.on_failure": "fail"})
     with pytest.raises(FlowGrpoError, match="beyond me.*on_failure is fail"):
         run(small_config(folder, "reward-fail", steps=1, overrides=overrides), reward_class=faulty.FaultyReward)
+    (row,) = read_metrics(str(folder / "reward-fail"))
+    assert (row["step"], row["stopped"], row[f"scoring_retries/{REWARD}"], row[f"scoring_failures/{REWARD}"]) == (1, 1, 1, 1)
+    assert not any(key.startswith("reward_mean/") for key in row), "no step, no numbers of one"
+    # The same folder again, as it holds no step: another policy, another learning rate, then one more step with a monitor.
+    overrides |= {f"rewards.{REWARD}.on_failure": "mask", "train.learning_rate": 1e-4}
+    finished = run(small_config(folder, "reward-fail", steps=1, overrides=overrides), reward_class=faulty.FaultyReward)
+    assert len(finished.rows) == 1 and "stopped" not in finished.rows[0] and finished.rows[0]["masked_samples"] == 1
+    overrides |= {"rewards.bright": {"python": "own_rewards:brightness", "weight": 0},
+                  "pools.reward.bright": {"num_cpus": 0.1}}
+    finished = run(small_config(folder, "reward-fail", steps=2, overrides=overrides))
+    assert len(finished.rows) == 2 and "reward_mean/bright" in finished.rows[1]
 
 
 @pytest.mark.parametrize(("actor", "message"), [

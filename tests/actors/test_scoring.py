@@ -177,6 +177,13 @@ def test_a_budget_that_cannot_be_kept_stops_the_run_at_once(ray_cluster):
         assert len(bench.results) < 4
 
 
+def test_two_scores_that_would_have_one_name_stop_the_run(ray_cluster):
+    with Bench(config_of({"other": own("ambiguous")})) as bench:
+        bench.submit(pictures(2))
+        with pytest.raises(FlowGrpoError, match="reward other gives two scores that would both be named 'other_a'"):
+            bench.finish(1)
+
+
 def test_a_failing_monitor_masks_nothing(ray_cluster):
     rewards = {"bright": own("brightness"), "faulty": own("faulty", weight=0.0)}
     with Bench(config_of(rewards)) as bench:
