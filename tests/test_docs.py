@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from flowgrpo_ray.config import load
-from flowgrpo_ray.rewards import known_rewards
+from flowgrpo_ray.rewards import get, known_rewards, validated
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +34,18 @@ def test_the_reward_examples_are_configurations():
     for block in blocks:
         tree = yaml.safe_load(block)
         assert load(None, tree).rewards.keys() == tree["rewards"].keys()
+
+
+def test_the_rewards_of_ones_own_score(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.S)
+    assert len(blocks) == 2
+    model = "\ndef load(path):\n    return lambda images: (images.reshape(len(images), -1).max(axis=1) / 255).astype('float32')\n"
+    (tmp_path / "documented.py").write_text("\n".join(blocks) + model)
+    monkeypatch.syspath_prepend(tmp_path)
+    images = np.zeros((2, 8, 8, 3), np.uint8)
+    images[1, :4] = 255
+    for name, key in (("contrast", "contrast"), ("Sharpness", "sharpness")):
+        reward = get(f"documented:{name}")
+        reward.self_test()
+        scores = validated(reward.score(images, ["a", "b"], [{}, {}]), 2, key, range=reward.range)[key]
+        assert scores[0] == 0 and scores[1] == 1
