@@ -39,7 +39,7 @@ def test_the_reward_examples_are_configurations():
 def test_the_rewards_of_ones_own_score(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/rewards.md").read_text(), re.S)
     assert len(blocks) == 2
-    model = "\ndef load(path):\n    return lambda images: (images.reshape(len(images), -1).max(axis=1) / 255).astype('float32')\n"
+    model = "\ndef load(path):\n    return lambda images: images.reshape(len(images), -1).max(axis=1) / 255\n"
     (tmp_path / "documented.py").write_text("\n".join(blocks) + model)
     monkeypatch.syspath_prepend(tmp_path)
     images = np.zeros((2, 8, 8, 3), np.uint8)
