@@ -88,8 +88,6 @@ def check_environments(config: Config) -> None:
         if not path:
             continue
         what = f"rewards.{name}.environment.py_executable {path!r}"
-        if not os.path.isabs(path):
-            raise ConfigError(f"{what} is not an absolute path (it has to be right in any folder, on every node)")
         found = examine(path) if _all_here() else _examine_there(what, path, config.reward_pool(name))
         if found is not None:
             problem = _problem(found, path)
@@ -107,14 +105,15 @@ def examine(path: str) -> dict[str, str | None]:
         return out | {"error": "is not executable"}
     environ = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     try:
-        done = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, errors="replace", timeout=60, env=environ)
+        done = subprocess.run(  # what is no Python would quote an argument in its errors
+            [path, "-"], input=_ASK, capture_output=True, text=True, errors="replace", timeout=60, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         return out | {"error": f"cannot be run: {error}"}
     printed = (done.stdout.splitlines() or [""])[-1]
     found = _versions(printed)
     if found is None:
         said = f"it printed {printed[:200]!r}" if printed else f"exit code {done.returncode}"
-        return out | {"error": f"does not run as a Python does: {(done.stderr.strip().splitlines() or [said])[-1]}"}
+        return out | {"error": f"does not run as a Python does: {(done.stderr.strip().splitlines() or [said])[-1][:200]}"}
     return out | found
 
 

@@ -18,9 +18,14 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetu
 
 from actors.environments import setup_reason
 from flowgrpo_ray import signals
-from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line
+from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line, message_of
 
 log = logging.getLogger(__name__)
+
+# How tracebacks of Python tell an error of ours, to the end of its message, and where the next error of a chain begins.
+_OWN = re.compile(r"^flowgrpo_ray\.[\w.]+Error: .*", re.DOTALL | re.MULTILINE)
+_CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause of the following exception|"
+                      r"During handling of the above exception, another exception occurred):\n\n")
 
 Checked = list[tuple[ray.ObjectRef, Callable[[Any], None]]]  # calls, each with a check of its answer
 
@@ -394,9 +399,14 @@ class ActorPool:
 
 def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
     """What a user has to know of an actor that could not start: our own errors without the remote traceback."""
-    text = str(error.cause) if isinstance(getattr(error, "cause", None), FlowGrpoError) else str(error)
-    own = re.search(r"^flowgrpo_ray\.[\w.]+Error: (.*)", text, re.DOTALL | re.MULTILINE)
-    return FlowGrpoError(f"pool {pool}: actor {index} could not start: {own[1].strip() if own else text}")
+    if isinstance(getattr(error, "cause", None), FlowGrpoError):
+        text = message_of(error.cause)
+    else:
+        text = str(error)
+        # Of errors that are raised from one another the last one is what the code that knows most has to say.
+        own = [part.partition("Error: ")[2] for part in _CHAINED.split(text) for part in _OWN.findall(part)]
+        text = own[-1].strip() if own else text
+    return FlowGrpoError(f"pool {pool}: actor {index} could not start: {text}")
 
 
 def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float) -> set[ray.ObjectRef]:

@@ -11,8 +11,8 @@ import time
 import numpy as np
 
 from flowgrpo_ray.errors import described
-from flowgrpo_ray.rewards import RewardError, get, reward_class, validated
-from flowgrpo_ray.rewards.base import no_exit, read_only, renamed
+from flowgrpo_ray.rewards import RewardError, get, validated
+from flowgrpo_ray.rewards.base import explained, no_exit, read_only, renamed, self_tested
 
 
 class RewardActor:
@@ -35,7 +35,7 @@ class RewardActor:
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
         self._name = name
-        try:
+        with explained(name, "its start"):
             self._reward = get(spec, **options)
             self._kind = self._reward.name
             if scope is not None and self._reward.scope != scope:
@@ -48,11 +48,7 @@ class RewardActor:
                 raise RewardError(f"the actor of reward {name} was given a GPU (pools.reward.{name}.num_gpus), and {problem}")
             _settle_torch(cpu_threads)
             if self_test:
-                self._reward.self_test()
-        except ImportError as error:
-            needed = ", ".join(getattr(reward_class(spec), "packages", ())) or "its packages"
-            raise RewardError(f"reward {name} cannot be loaded in the environment of its actor ({error}); it needs {needed} "
-                              "there") from None
+                self_tested(self._reward)
 
     def score(
         self, prompts: list[str], metadata: list[dict], group_ids: list[int] | None, only: int | None, *shards: np.ndarray

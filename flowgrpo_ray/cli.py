@@ -6,13 +6,15 @@ Exit codes: 0 done, 2 a wrong command line or configuration, 1 any other failure
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -357,7 +359,27 @@ def _ray_logs_join_ours() -> None:
 
 def main() -> None:
     """Entry point of the `flowgrpo-ray` command."""
-    app(prog_name="flowgrpo-ray")
+    try:
+        app(prog_name="flowgrpo-ray")
+    except SystemExit as stop:
+        if sys.argv[1:2] in ([name] for name in cli_rewards.WITH_A_REWARD):
+            _end_despite_threads(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
+        raise
+
+
+def _end_despite_threads(code: int) -> None:
+    """End the process where a reward has left threads that Python would wait for, maybe for ever; does nothing where none is.
+
+    All that is ours is done by then: tables are written and closed, and the server has stopped. What is registered for the
+    end of the process still runs.
+    """
+    if all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

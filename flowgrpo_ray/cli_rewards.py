@@ -18,6 +18,9 @@ OptionsOption = Annotated[list[str] | None, typer.Option(
     "--option", metavar="KEY=VALUE", help="An option of the reward, e.g. mode=recognition; repeat it for more")]
 
 
+WITH_A_REWARD = ("rewards", "score", "serve-reward")  # commands that run a reward's code in their own process
+
+
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command(epilog="Example: flowgrpo-ray rewards ocr")(rewards)
@@ -68,6 +71,7 @@ def score(
     order of their names; one prompt goes with every image. With several rewards an option is written reward.key=value.
     """
     from flowgrpo_ray.rewards import get, reward_class
+    from flowgrpo_ray.rewards.base import self_tested
     from flowgrpo_ray.score import (
         batches_of,
         check_table,
@@ -92,7 +96,7 @@ def score(
     for name, settings in given.items():
         scorer = get(name, **settings)
         if self_test:
-            scorer.self_test()
+            self_tested(scorer)
         score_pictures(scorer, short_name(name), batches[name],
                        {*columns, *map(short_name, given)} - {short_name(name)})
         for note in scorer.notes:
@@ -158,13 +162,15 @@ def options_by_reward(rewards: list[str], options: list[str] | None) -> dict[str
     names = [short_name(name) for name in given]
     if twice := [name for name in given if names.count(short_name(name)) > 1]:
         raise ConfigError(f"--reward {' and '.join(twice)} would both be named {short_name(twice[0])}; score them one by one")
+    one = len(given) == 1
+    form = "key=value, for example mode=recognition" if one else "reward.key=value, for example ocr.mode=recognition"
     for text in options or []:
-        key, value = split_override(text)
+        key, value = split_override(text, "--option", form)
         # A name may have dots itself (`package.module:function`), and may be the beginning of another.
         name = max((name for name in given if key.startswith(f"{name}.")), key=len, default=None)
         if name is not None:
             given[name][key.removeprefix(f"{name}.")] = value
-        elif "." not in key and len(given) == 1:
+        elif "." not in key and one:
             given[rewards[0]][key] = value
         else:
             raise ConfigError(f"--option {text}: with several rewards it is of the form reward.key=value"

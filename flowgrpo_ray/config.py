@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,6 +77,10 @@ class Config(Section):
             if reward.every_steps > 1 and reward.weight:
                 raise ValueError(f"{name}.every_steps is {reward.every_steps}, and its weight is {reward.weight:g}: only a "
                                  "monitor (weight 0) can leave steps out")
+            path = reward.environment.py_executable
+            if path is not None and not os.path.isabs(path):
+                raise ValueError(f"{name}.environment.py_executable {path!r} is not an absolute path (it has to be right in "
+                                 "any folder, on every node), for example /envs/reward/bin/python")
             if reward.environment.pip is not None and reward.environment.py_executable is not None:
                 raise ValueError(f"{name}.environment has both pip and py_executable; give one of them")
         if not any(reward.weight for reward in rewards.values()):
@@ -235,15 +240,17 @@ def from_tree(tree: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
 
 
-def split_override(text: str) -> tuple[str, Any]:
-    """Key and value, read as YAML, of `key=value`; raises ConfigError."""
+def split_override(
+    text: str, what: str = "override", form: str = "section.key=value, for example sampling.group_size=8",
+) -> tuple[str, Any]:
+    """Key and value, read as YAML, of `key=value`; raises ConfigError, which calls it `what` and says what its form is."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {text!r} is not of the form section.key=value, for example sampling.group_size=8")
+        raise ConfigError(f"{what} {text!r} is not of the form {form}")
     try:
         return key.strip(), yaml.load(value, _Yaml12Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: the value is not valid YAML: {error}") from None
+        raise ConfigError(f"{what} {text!r}: the value is not valid YAML: {error}") from None
 
 
 class _Yaml12Loader(yaml.SafeLoader):
@@ -288,7 +295,8 @@ def _explain(problem: dict[str, Any]) -> str:
 def _keys_at(path: list[str]) -> list[str]:
     """Names of the fields of the section at a path."""
     model: Any = Config
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         field = model.model_fields.get(part)
         if field is None:
             return sorted(model.model_fields)
@@ -297,7 +305,7 @@ def _keys_at(path: list[str]) -> list[str]:
         if model is None:
             return []
         if getattr(field.annotation, "__origin__", None) is dict:
-            return sorted(model.model_fields)
+            next(parts, None)  # its key is a name of the user's, and what follows is in the section below it
     return sorted(model.model_fields)
 
 

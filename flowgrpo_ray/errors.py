@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 
 
@@ -64,3 +67,13 @@ def described(error: BaseException) -> str:
     """Type and first line of an error, for a message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+def place_of(error: BaseException) -> str:
+    """`FILE, line N` where an error was raised: the last place in code of the user's own, where there is one, that is, neither
+    in this package nor in Python's own or an installed one."""
+    others = {os.path.dirname(os.path.abspath(__file__)), *map(sysconfig.get_path, ("stdlib", "platlib", "purelib"))}
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*(other + os.sep for other in others), "<"))]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

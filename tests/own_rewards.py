@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 
 import numpy as np
 
-from flowgrpo_ray.rewards import Option, Reward, SelfTest
+from flowgrpo_ray.rewards import Option, Reward, RewardError, SelfTest
 
 VICTIM = (201, 7, 99)  # the first pixel of the image that goes wrong
 
@@ -225,3 +227,42 @@ class Unsure(Misspelt):
     def check_prompt(cls, prompt, metadata, **options):
         """See `Reward.check_prompt`."""
         return None if metadata["colour"] else "no colour"
+
+
+class Breaking(Misspelt):
+    """Goes wrong before it has scored anything, where `where` says."""
+
+    name = "breaking"
+    scope = "sample"
+    packages = ("lens",)
+    options = {"where": Option("init", "which part of it")}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        where = self.settings["where"]
+        if where == "init":
+            raise KeyError("weights")
+        if where == "import":
+            raise ModuleNotFoundError("no module named lens")
+        if where == "chained":
+            try:
+                raise RewardError("the folder is empty")
+            except RewardError as error:
+                raise RewardError("option where is 'chained':\nit is a chain") from error
+
+    @classmethod
+    def conflicts(cls, settings):
+        """See `Reward.conflicts`."""
+        return [] if settings["where"] != "conflicts" else {}["no such"]
+
+    def self_test(self):
+        """See `Reward.self_test`."""
+        if self.settings["where"] == "self_test":
+            np.zeros(2).reshape(3)
+
+
+def leaves_a_thread(images, prompts, metadata, *, path=""):
+    """Starts a thread that never ends, and a note for the end of the process."""
+    atexit.register(lambda: open(path, "w").write("ended"))
+    threading.Thread(target=threading.Event().wait).start()
+    return brightness(images, prompts, metadata)

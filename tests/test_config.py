@@ -58,6 +58,13 @@ def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
         (["rewards.ocr.wieght=1"], "unknown key rewards.ocr.wieght; did you mean rewards.ocr.weight?"),
         (["pools.rollout.timeout=1"], "unknown key pools.rollout.timeout; did you mean pools.rollout.timeout_s?"),
         (["pools.reward.ocr.replica=1"], "key pools.reward.ocr.replica; did you mean pools.reward.ocr.replicas?"),
+        (["rewards.ocr.environment.pyexecutable=/x"],
+         "key rewards.ocr.environment.pyexecutable; did you mean rewards.ocr.environment.py_executable?"),
+        (["rewards.ocr.environment.zzz=/x"],
+         "key rewards.ocr.environment.zzz; the choices in rewards.ocr.environment are pip, py_executable"),
+        (["rewards.ocr.environment.py_executable=python"],
+         "rewards: ocr.environment.py_executable 'python' is not an absolute path"),
+        (["rewards.ocr.environment.py_executable=''"], "rewards: ocr.environment.py_executable '' is not an absolute path"),
         (["zzz=1"], "unknown key zzz; the choices are advantage, "),
         # names and values
         (["rewards.orc.weight=1"], "rewards: no reward is named 'orc'; did you mean ocr?"),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,11 +114,17 @@ def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
     (["{folder}", "--reward", JPEG, "--prompt", "x", "--option", "size=1"], "has no option 'size'"),
     (["{folder}", "--reward", JPEG, "--reward", "ocr", "--prompt", "x", "--option", "mode=full"],
      "of the form reward.key=value"),
+    (["{folder}", "--reward", "ocr", "--prompt", "x", "--option", "mode"],
+     "--option 'mode' is not of the form key=value, for example mode=recognition$"),
+    (["{folder}", "--reward", JPEG, "--reward", "ocr", "--prompt", "x", "--option", "mode"],
+     "--option 'mode' is not of the form reward.key=value, for example ocr.mode=recognition$"),
+    (["{folder}", "--reward", "ocr", "--prompt", "x", "--option", "mode=["],
+     "--option 'mode=\\[': the value is not valid YAML"),
 ])
 def test_wrong_input_is_named(tmp_path, arguments, message):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png", "c.png"])
     result = cli(*(argument.format(folder=folder) for argument in arguments), code=2)
-    assert re.search(message, result.stderr.replace("\n", " ")), result.stderr
+    assert re.search(message, result.stderr.strip().replace("\n", " ")), result.stderr
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path):
@@ -353,3 +363,30 @@ def test_a_reward_gets_read_only_images_as_in_a_run(tmp_path, function):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
     result = cli(folder, "--reward", f"own_rewards:{function}", "--no-self-test", "--prompt", "x", code=1)
     assert len(re.findall("ValueError: .*(?:read-only|cannot set WRITEABLE)", result.stdout)) == 2, result.stdout
+
+
+@pytest.mark.parametrize(("command", "where"), [("score", "init"), ("score", "self_test"), ("serve-reward", "init"),
+                                                ("serve-reward", "self_test")])
+def test_a_reward_that_breaks_before_scoring_is_an_error_of_one_line(tmp_path, command, where):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    own = "own_rewards:Breaking"
+    arguments = [folder, "--reward", own, "--prompt", "x"] if command == "score" else [own, "--port", 0]
+    result = CliRunner().invoke(app, [command, *map(str, arguments), "--option", f"where={where}"])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: reward .* fails: \w+Error: .* \(\S*own_rewards.py, line \d+\)\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("scores", "code"), [("leaves_a_thread", 0), ("hopeless", 1)])
+def test_threads_that_a_reward_leaves_do_not_keep_the_command(tmp_path, scores, code):
+    folder, _ = folder_of(tmp_path / "images", ["a.png"])
+    names = dict.fromkeys(["leaves_a_thread", scores])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "flowgrpo_ray.cli", "score", str(folder), "--prompt", "x", "--out", str(tmp_path / "s.csv"),
+         *(part for name in names for part in ("--reward", f"own_rewards:{name}")),
+         "--option", f"own_rewards:leaves_a_thread.path={tmp_path / 'end'}"],
+        capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "mean leaves_a_thread: " in done.stdout and str(tmp_path / "s.csv") in done.stdout
+    assert csv.read_csv(tmp_path / "s.csv")["leaves_a_thread"].to_pylist() != [None]
+    assert (tmp_path / "end").read_text() == "ended"

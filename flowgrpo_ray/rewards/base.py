@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described, nearest
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described, nearest, place_of
 from flowgrpo_ray.signals import by_signal
 
 if TYPE_CHECKING:
@@ -88,6 +88,31 @@ def no_exit(name: str) -> Iterator[None]:
         if by_signal(error):
             raise
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
+
+
+@contextmanager
+def explained(name: str, what: str, packages: Sequence[str] = ()) -> Iterator[None]:
+    """Around the code of a reward that has to succeed before anything is scored, whoever wrote it; `what` it is, for people.
+
+    Raises:
+        RewardError: in place of any exception but ours; names the reward, the error, and the file and line of its code, and
+            where an import failed the packages that the reward needs.
+    """
+    try:
+        with no_exit(name):
+            yield
+    except FlowGrpoError:
+        raise
+    except Exception as error:
+        needed = f"; it needs {', '.join(packages)} in the environment that it runs in" if packages else ""
+        raise RewardError(f"reward {name}: {what} fails: {described(error)} ({place_of(error)})"
+                          + (needed if isinstance(error, ImportError) else "")) from error
+
+
+def self_tested(reward: Reward) -> None:
+    """Run a reward's self-test, its own where it has one; raises RewardError."""
+    with explained(reward.name, "its self-test", reward.packages):
+        reward.self_test()
 
 
 def read_only(images: np.ndarray) -> np.ndarray:
@@ -410,7 +435,8 @@ def problems_of(cls: type[Reward], options: Mapping[str, Any]) -> list[str]:
             problems.append(f"reward {cls.name}: option batch_size {problem}")
     if problems:
         return problems
-    return [f"reward {cls.name}: {conflict}" for conflict in cls.conflicts(settings_of(cls, options))]
+    with explained(cls.name, "its check of the options"):
+        return [f"reward {cls.name}: {conflict}" for conflict in cls.conflicts(settings_of(cls, options))]
 
 
 def batch_size_problem(value: Any) -> str | None:

@@ -284,7 +284,7 @@ def local_file(name: str, option: str, value: str, revision: str | None = None) 
     try:
         return Path(huggingface_hub.hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), revision=revision))
     except Exception as error:
-        raise unreachable(name, option, value, "a file, or OWNER/REPO/FILE on the hub,", error) from error
+        raise unreachable(name, option, value, "a file or OWNER/REPO/FILE on the hub", error) from error
 
 
 def load_state_dict(name: str, option: str, path: Path) -> dict[str, Any]:

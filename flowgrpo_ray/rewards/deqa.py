@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from flowgrpo_ray.rewards.base import RewardError
-from flowgrpo_ray.rewards.remote import RemoteReward
+from flowgrpo_ray.rewards.remote import RemoteReward, check_served, within
 
 
 class DeqaReward(RemoteReward):
-    """The score of a DeQA-Score server: a mean opinion score, 1 (bad) to 5 (excellent), unless the server declares
-    another range; a score outside the range is an error.
+    """The score of a DeQA-Score server: a mean opinion score, 1 (bad) to 5 (excellent). The server's range lies inside
+    that, whatever its name; a score outside is an error.
 
     Raises:
-        RewardError: as `RewardClient`; or the server declares no finite range.
+        RewardError: as `RewardClient`; or the server declares another range, so it serves another reward.
     """
 
     name: ClassVar[str] = "deqa"
@@ -27,7 +26,6 @@ class DeqaReward(RemoteReward):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        low, high = self.range
-        if not (float("-inf") < low < high < float("inf")):
-            raise RewardError(f"reward deqa: {self.settings['url']} declares the range {low:g} to {high:g}; without bounds a "
-                              "sentinel cannot be told from a score (the served class's `range`)")
+        low, high = own = type(self).range
+        check_served(self.name, self._client, None if within(self.range, own) else
+                     f"a server of deqa declares a range inside {low:g} to {high:g} (the served class's `range`)")

@@ -21,7 +21,7 @@ from flowgrpo_ray.rewards.base import (
 )
 from flowgrpo_ray.rewards.geneval_rules import FLOW_GRPO_RANGE, Detection, Verdict, classes_of, judge, metadata_problem
 from flowgrpo_ray.rewards.http_client import longest_wait, url_problem
-from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, json_problem
+from flowgrpo_ray.rewards.remote import EXAMPLE_URL, REMOTE_OPTIONS, RewardClient, check_served, json_problem, within
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 GENEVAL_RANGE = (0.0, 1.0)
@@ -69,6 +69,7 @@ class GenEval(Reward):
             if served["scope"] != "sample":
                 raise RewardError(f"reward geneval: {s['url']} serves {served['name']}, which scores whole groups")
             if s["score"] in (None, served["name"]):  # of its other scores a server declares no range
+                check_served(self.name, self._client, self._foreign(served))
                 self.range = tuple(np.clip(self._client.range, *self.range).tolist())
             return
         if s["grading"] == "geneval":
@@ -78,6 +79,19 @@ class GenEval(Reward):
         self._detector = TransformersDetector(s["detector"], s["revision"], batch_size=s["batch_size"] or 4)
         self._colours = ColourClassifier(s["clip"])
         self.notes += self._colours.notes
+
+    def _foreign(self, served: Mapping[str, Any]) -> str | None:
+        """Why a server is not one of geneval, or None. By another name it may be one, of any make: then its range lies inside
+        geneval's, and if it says what metadata it needs it names those of a GenEval prompt."""
+        (low, high), (first, last) = self.range, self._client.range
+        if served["name"] == self.name:
+            return None if first < high and low < last else f"geneval's scores are in {low:g} to {high:g}"
+        if not within((first, last), self.range):
+            return f"its name is not geneval, nor is its range inside that of geneval, {low:g} to {high:g}"
+        needs = served.get("needs")
+        if isinstance(needs, list) and "include" not in needs:
+            return "its name is not geneval, nor does it need the metadata of a GenEval prompt"
+        return None
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from flowgrpo_ray.rewards.base import (
     Scores,
     SelfTest,
     batch_size_problem,
-    no_exit,
+    explained,
     problems_of,
     range_problem,
 )
@@ -128,10 +128,12 @@ def get(name: str, **options: Any) -> Reward:
     Raises:
         ConfigError: an unknown name or option, or a wrong value (the nearest right one is named), or an instance with a
             malformed range.
-        RewardError: a package or model file that the reward needs is absent; the message says how to install it.
+        RewardError: a package or model file that the reward needs is absent (the message says how to install it), or its
+            constructor raised anything else.
     """
-    with no_exit(name):
-        reward = reward_class(name)(**options)
+    cls = reward_class(name)
+    with explained(name, "its constructor", cls.packages):
+        reward = cls(**options)
     if problem := range_problem(reward.range):
         raise ConfigError(f"reward {name!r}: {type(reward).__name__}: {problem}")
     return reward

@@ -63,6 +63,19 @@ def json_problem(metadata: Mapping[str, Any]) -> str | None:
     return None
 
 
+def check_served(who: str, client: RewardClient, problem: str | None) -> None:
+    """Raises RewardError, which says how a server that is asked for `who` describes itself, where there is a problem."""
+    if problem:
+        low, high = client.range
+        raise RewardError(f"reward {who}: {client.url} serves {client.health['name']}, of the range {low:g} to {high:g}: "
+                          f"{problem}; give the url of another server, or use the reward remote")
+
+
+def within(inner: tuple[float, float], outer: tuple[float, float]) -> bool:
+    """Whether a range lies inside another."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
 class RewardClient:
     """Talks to one reward server; what `RemoteReward` and its presets are made of.
 

@@ -27,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from flowgrpo_ray import __version__
 from flowgrpo_ray.errors import nearest
-from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, read_only, validated
+from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, read_only, self_tested, validated
 from flowgrpo_ray.rewards.http_client import from_png, strict_json, to_base64, to_png
 from flowgrpo_ray.rewards.registry import get
 from flowgrpo_ray.rewards.remote import MAX_PIXELS
@@ -283,7 +283,7 @@ def serve(
     """
     reward = get(name, **options)
     if self_test:
-        reward.self_test()
+        self_tested(reward)
     server = RewardServer(reward, max_batch=max_batch, max_body_mb=max_body_mb)
     number = asyncio.run(_until_signal(server, host, port, say))
     if server.busy:

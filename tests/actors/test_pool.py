@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import ordered
@@ -9,6 +10,8 @@ import pytest
 import ray
 
 from actors.pool import ActorPool, Task, drive
+from actors.reward import RewardActor
+from flowgrpo_ray.errors import FlowGrpoError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -103,3 +106,18 @@ def test_a_failure_of_the_only_actor_at_a_call_counts(two, tmp_path):
     two.submit(0, fails_on=(0,))
     two.drive(lambda: two.pool.idle)
     assert [str(error) for error in two.failed] == ["0 failed on 0"] and not two.done
+
+
+@pytest.mark.parametrize(("where", "message"), [
+    ("chained", "option where is 'chained':\nit is a chain"),
+    ("init", r"reward own_rewards:Breaking: its constructor fails: KeyError: 'weights' \(\S*own_rewards.py, line \d+\)"),
+    ("self_test", r"reward breaking: its self-test fails: ValueError: .* \(\S*own_rewards.py, line \d+\)"),
+])
+def test_of_an_actor_that_cannot_start_the_last_error_is_told_without_tracebacks(where, message):
+    actor = ray.remote(RewardActor).options(num_cpus=0.1, max_restarts=0)
+    pool = ActorPool("reward.mine", 1, lambda *_: actor.remote("mine", "own_rewards:Breaking", {"where": where}), max_deaths=0,
+                     start_timeout_s=120, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)])
+    with pytest.raises(FlowGrpoError) as error:
+        drive([pool], lambda: pool.all_ready, "the test")
+    pool.shutdown()
+    assert re.fullmatch(f"pool reward.mine: actor 0 could not start: {message}", str(error.value)), str(error.value)

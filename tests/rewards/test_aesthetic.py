@@ -100,7 +100,8 @@ def test_heads_that_are_not_the_published_stack(folder, head, change, message):
 
 
 def test_a_head_that_is_not_there_says_where_it_is_published(folder, tmp_path):
-    for head, message in (("trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth", "cannot be loaded"),
+    for head, message in (("trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth",
+                           "cannot be loaded as a file or OWNER/REPO/FILE on the hub; nothing of that name"),
                           (str(tmp_path / "absent.pth"), "there is no file")):
         with pytest.raises(RewardError, match=f"option head: .*{message}.*improved-aesthetic-predictor"):
             made(folder, head)

@@ -346,6 +346,26 @@ def test_a_server_may_declare_a_narrower_range(declared, expected):
         assert rewards.get("geneval", url=server.url, score="another").range == FLOW_GRPO_RANGE
 
 
+@pytest.mark.parametrize(("health", "message"), [
+    ({"name": "ocr", "range": [0, 1], "needs": ["prompt"]}, "nor does it need the metadata of a GenEval prompt"),
+    ({"name": "own", "range": [0, 1], "needs": []}, "nor does it need the metadata of a GenEval prompt"),
+    ({"name": "deqa", "range": [1, 5]}, "nor is its range inside that of geneval, -14 to 1"),
+    ({"name": "own", "range": [None, None]}, "nor is its range inside that of geneval, -14 to 1"),
+    ({"name": "geneval", "range": [1, 5]}, "geneval's scores are in -14 to 1"),
+])
+def test_the_server_of_another_reward_is_refused(health, message):
+    with serving(lambda method, path, body: (200, {"scope": "sample"} | health)) as server:
+        with pytest.raises(RewardError, match=f"reward geneval: {server.url} serves {health['name']}, .*{message}"):
+            rewards.get("geneval", url=server.url)
+
+
+@pytest.mark.parametrize("more", [{}, {"needs": ["tag", "include", "exclude"]}, {"needs": "metadata"}])
+def test_a_server_of_any_make_may_grade(more):
+    health = {"name": "objects", "range": [0, 1], "scope": "sample"} | more
+    with serving(lambda method, path, body: (200, health)) as server:
+        assert rewards.get("geneval", url=server.url).range == (0, 1)
+
+
 @pytest.mark.parametrize("key", ["geneval", "geneval_strict"])
 def test_a_sentinel_is_no_score(key):
     health = {"name": "geneval", "range": [0, 1], "scope": "sample"}

@@ -252,11 +252,21 @@ def test_a_broken_self_test_is_an_error(reply):
 def test_deqa_scores_on_the_server_s_scale():
     with reward_server({"name": "deqa", "range": [1, 5], "scope": "sample"}, scores=lambda body: {"deqa": [1, 5]}) as server:
         assert score(remote(server, "deqa"))["deqa"].tolist() == [1, 5]
-    with reward_server({"name": "q", "range": [0, 1], "scope": "sample"}, scores=lambda body: {"q": [0, 1]}) as server:
-        assert score(remote(server, "deqa"))["deqa"].tolist() == [0, 1]
-    with reward_server({"name": "q", "range": [0, None], "scope": "sample"}) as server:
-        with pytest.raises(RewardError, match="declares the range 0 to inf"):
+    with reward_server({"name": "q", "range": [2, 5], "scope": "sample"}, scores=lambda body: {"q": [2, 3]}) as server:
+        reward = remote(server, "deqa")
+        assert score(reward)["deqa"].tolist() == [2, 3] and reward.range == (2, 5)
+
+
+@pytest.mark.parametrize(("named", "declared", "shown"), [
+    ("ocr", [0, 1], "0 to 1"), ("deqa", [0, 1], "0 to 1"), ("q", [0, None], "0 to inf"), ("q", [None, 5], "-inf to 5"),
+    ("deqa", [1, 100], "1 to 100"), ("q", [None, None], "-inf to inf"),
+])
+def test_deqa_refuses_the_server_of_another_reward(named, declared, shown):
+    with reward_server({"name": named, "range": declared, "scope": "sample"}) as server:
+        with pytest.raises(RewardError, match=f"reward deqa: {server.url} serves {named}, of the range {shown}: a server of "
+                                              "deqa declares a range inside 1 to 5"):
             remote(server, "deqa")
+        assert remote(server, "deqa", score="another").range == (1, 5)
 
 
 def test_the_request_is_plain_json():

@@ -442,3 +442,23 @@ def test_another_score_of_a_server_is_not_held_to_the_range_of_its_own():
         assert rewards.get("remote", url=server.url).range == (0, 1)
         assert rewards.get("remote", url=server.url, score="served").range == (0, 1)
         assert rewards.get("remote", url=server.url, score="served_size").range == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("where", "message"), [
+    ("init", r"reward own_rewards:Breaking: its constructor fails: KeyError: 'weights' \(\S*own_rewards.py, line \d+\)$"),
+    ("import", r"its constructor fails: ModuleNotFoundError: no module named lens \(\S*own_rewards.py, line \d+\)"
+               "; it needs lens in the environment that it runs in$"),
+    ("self_test", r"reward breaking: its self-test fails: ValueError: cannot reshape .* \(\S*own_rewards.py, line \d+\)$"),
+    ("conflicts", r"reward breaking: its check of the options fails: KeyError: 'no such' \(\S*own_rewards.py, line \d+\)$"),
+])
+def test_what_goes_wrong_before_scoring_names_the_reward_and_the_place(where, message):
+    with pytest.raises(RewardError, match=message) as error:
+        base.self_tested(rewards.get("own_rewards:Breaking", where=where))
+    assert error.value.__cause__ is not None and "\n" not in str(error.value)
+
+
+def test_an_error_of_ours_stays_as_it_is():
+    with pytest.raises(RewardError, match="^option where is 'chained':\nit is a chain$"):
+        rewards.get("own_rewards:Breaking", where="chained")
+    with pytest.raises(RewardError, match="^reward upside_down fails its self-test"):
+        base.self_tested(rewards.get("upside_down:UpsideDown"))
