@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
 
-from benchmarks import baseline, gpu_check, learner, measure, sampler, scoring, whole_step  # noqa: E402
+from benchmarks import baseline, gpu_check, learner, measure, reward_check, sampler, scoring, whole_step  # noqa: E402
 from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
 
 SMALL = {
@@ -191,3 +191,31 @@ def test_scoring(config, capsys):
     assert found["added_s"]["low"] >= 0
     assert scoring.main([config, "--reward", "jpeg", "--steps", "1"]) == 2
     assert "has no such reward; the choices are jpeg_compressibility" in capsys.readouterr().err
+
+
+def test_reward_check_compares_two_processes(capsys, monkeypatch):
+    words = ("clipscore", "--random", "--small", "--images", "4", "--size", "32", "--device", "cpu")
+    result = report(reward_check.main, capsys, *words)
+    assert result["checks"] == {"the scores of both sides agree": True, "a score has the same bits alone and in a call": True}
+    low, high = result["range_of_scores"]
+    assert low < high and result["largest_difference"] == 0 and result["images_per_s"]["cpu"] > 0
+    sides = iter([1.0, 1.0 + 0.03 * (high - low)])
+
+    def shifted(see_gpu, *args):
+        factor = next(sides)
+        return {"scores": [low * factor, high * factor], "alone": [low * factor, 0.0], "seconds": 1.0, "gpu_problem": None,
+                "batch_invariant": True, "notes": []}
+
+    monkeypatch.setattr(reward_check, "elsewhere", shifted)
+    result = report(reward_check.main, capsys, *words, "--tolerance", "0", code=1)
+    assert not any(result["checks"].values())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["clipscor", "--random"], "did you mean clipscore"), (["jpeg_compressibility"], "works on the CPU"),
+    (["aesthetic", "--random"], "--random makes the models of clipscore and pickscore, not of aesthetic"),
+    (["clipscore", "--option", "model=/nope"], "without the GPU: reward clipscore: option model: '/nope' cannot be loaded"),
+])
+def test_reward_check_says_what_is_wrong(capsys, words, message):
+    assert reward_check.main([*words, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
