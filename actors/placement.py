@@ -18,6 +18,9 @@ from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 log = logging.getLogger(__name__)
 
+# How numeric libraries are told the number of their threads: OpenMP, and those whose own variable counts before it.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 
 def actor_options(
     pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0, *,
@@ -29,7 +32,7 @@ def actor_options(
     own, which Ray has `start_timeout_s` to make. Numeric libraries get `cpu_threads`: Ray would give them as many as the
     actor reserves CPUs, and bits depend on it.
     """
-    env = {"OMP_NUM_THREADS": str(cpu_threads), **pool.env}
+    env = dict.fromkeys(THREADS, str(cpu_threads)) | pool.env
     if pool.num_gpus == 0:
         env.setdefault("CUDA_VISIBLE_DEVICES", "")
     options: dict[str, Any] = {

@@ -289,18 +289,19 @@ def test_the_known_pictures_are_asked_for_where_scores_are(probe, monkeypatch):
         return (self.score(case.images, ["wait", ""], [{}, {}]), case)[1]
 
     monkeypatch.setattr(Probe, "self_test_case", slow)
-    answers = []
+    answers = {}
     with served(probe, max_queue=1) as url:
-        threads = in_threads([lambda: answers.append(requests.get(f"{url}/v1/self_test", timeout=20).json())])
+        threads = in_threads([lambda: answers.update(case=requests.get(f"{url}/v1/self_test", timeout=20).json())])
         until(lambda: Probe.running == 1)
-        threads += in_threads([lambda: answers.append(ask(url, body(1)).json())])
+        threads += in_threads([lambda: answers.update(scored=ask(url, body(1)).json())])
         until(lambda: requests.get(f"{url}/health", timeout=5).json()["queued"] == 1)
         full = requests.get(f"{url}/v1/self_test", timeout=5)
         assert full.status_code == 503 and "1 requests wait" in full.json()["error"]["message"]
         Probe.go.set()
         for thread in threads:
             thread.join()
-    assert len(answers[0]["images"]) == 2 and "scores" in answers[1] and Probe.together == 1 and places == ["scorer"]
+    assert len(answers["case"]["images"]) == 2 and "scores" in answers["scored"]
+    assert Probe.together == 1 and places == ["scorer"]
 
 
 def raise_lost(self):
