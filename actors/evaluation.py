@@ -46,7 +46,7 @@ class Evaluation:
             if len(values):
                 row[f"eval/{self.weights}/{key}"] = float(values.mean())
                 row[f"eval_std/{self.weights}/{key}"] = float(values.std())
-        if not row:  # every reward is one of whole groups
+        if not keys:  # every reward is one of whole groups
             return {f"eval_images/{self.weights}": 0.0}
         return row | {f"eval_images/{self.weights}": float(valid.sum()),
                       f"eval_masked/{self.weights}": float((~valid).sum())}

@@ -46,7 +46,10 @@ class RewardActor:
                                   f"sampling.group_size is {group_size}")
             if on_gpu and self._reward.device == "any" and (problem := self._reward.gpu_problem()):
                 raise RewardError(f"the actor of reward {name} was given a GPU (pools.reward.{name}.num_gpus), and {problem}")
-            _settle_torch(cpu_threads)
+            if "torch" in sys.modules:  # a later import takes the number of threads from the environment
+                from flowgrpo_ray.device import configure_process
+
+                configure_process(on_gpu=False, cpu_threads=cpu_threads)  # the reward has chosen its device itself
             if self_test:
                 self_tested(self._reward)
 
@@ -81,14 +84,6 @@ class RewardActor:
     def ready(self) -> int:
         """Answers with the process id once the constructor is through."""
         return os.getpid()
-
-
-def _settle_torch(threads: int) -> None:
-    """Where torch is at work here: the settings that bits on a CPU depend on, as in the other actors (flowgrpo_ray/device.py).
-    A later import takes the thread count from OMP_NUM_THREADS."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(True)
 
 
 def _travels(error: Exception) -> bool:

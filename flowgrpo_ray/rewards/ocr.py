@@ -100,7 +100,12 @@ class OcrReward(Reward):
         s = self.settings
         engine = s["engine"]
         paddleocr = ocr_models.import_paddleocr(engine)
-        self._gpu_problem = "option device is cpu" if s["device"] == "cpu" else ocr_models.gpu_problem(engine)
+        shipped = s["lang"] is None and engine == "onnxruntime"
+        self._full = s["mode"] == "full"
+        recognition = s["rec_model_dir"] or (ocr_models.model_dir(ocr_models.RECOGNITION) if shipped else None)
+        detection = s["det_model_dir"] or (ocr_models.model_dir(ocr_models.DETECTION) if shipped and self._full else None)
+        self._gpu_problem = "option device is cpu" if s["device"] == "cpu" else ocr_models.gpu_problem(
+            engine, recognition and Path(recognition))
         if s["device"] == "gpu" and self._gpu_problem:
             raise RewardError(f"reward {self.name}: option device is gpu, and {self._gpu_problem}")
         common: dict[str, Any] = {"device": "cpu" if self._gpu_problem else "gpu", "engine": engine}
@@ -109,10 +114,6 @@ class OcrReward(Reward):
                 "intra_op_num_threads": s["threads"], "inter_op_num_threads": 1, "log_severity_level": 3}
         else:
             common |= {"enable_mkldnn": False, "cpu_threads": s["threads"]}  # with mkldnn Paddle's detection fails on CPU
-        shipped = s["lang"] is None and engine == "onnxruntime"
-        self._full = s["mode"] == "full"
-        recognition = s["rec_model_dir"] or (ocr_models.model_dir(ocr_models.RECOGNITION) if shipped else None)
-        detection = s["det_model_dir"] or (ocr_models.model_dir(ocr_models.DETECTION) if shipped and self._full else None)
         try:
             self._model = self._load(paddleocr, detection, recognition, common)
         except Exception as error:  # PaddleOCR raises whatever its engines and hubs do, none of it with our options' names

@@ -109,8 +109,9 @@ def model_dir(name: str) -> Path:
     return final
 
 
-def gpu_problem(engine: str) -> str | None:
-    """Why an engine cannot work on a GPU in this process, or None where it can."""
+def gpu_problem(engine: str, model: Path | None) -> str | None:
+    """Why an engine cannot work on a GPU in this process, or None where it can. `model` is the folder of one that it is to run,
+    None where PaddleOCR downloads it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return "the process sees none"
     if engine == "paddle":
@@ -124,8 +125,10 @@ def gpu_problem(engine: str) -> str | None:
     cuda = "CUDAExecutionProvider"
     if cuda not in onnxruntime.get_available_providers():
         return "this onnxruntime is a build for the CPU; in its place run: pip install onnxruntime-gpu"
+    if model is None or not (model / "inference.onnx").is_file():
+        return None
     # Where CUDA's libraries are missing, onnxruntime says so in its log and takes the CPU: only a session shows it.
-    session = onnxruntime.InferenceSession(str(_wheel_file(RECOGNITION)), providers=[cuda])
+    session = onnxruntime.InferenceSession(str(model / "inference.onnx"), providers=[cuda])
     return None if cuda in session.get_providers() else "onnxruntime cannot use CUDA here (its log says why)"
 
 

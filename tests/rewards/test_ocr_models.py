@@ -18,17 +18,20 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_gpu_is_used_only_where_the_engine_can(cache, monkeypatch):
+    model = ocr_models.model_dir(ocr_models.RECOGNITION)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert ocr_models.gpu_problem("onnxruntime") == "the process sees none"
+    assert ocr_models.gpu_problem("onnxruntime", model) == "the process sees none"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    assert "this onnxruntime is a build for the CPU" in ocr_models.gpu_problem("onnxruntime")
+    assert "this onnxruntime is a build for the CPU" in ocr_models.gpu_problem("onnxruntime", model)
     # A build for GPUs that finds no CUDA: it takes the CPU and only logs it.
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
     monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda self: ["CPUExecutionProvider"])
-    assert "onnxruntime cannot use CUDA here" in ocr_models.gpu_problem("onnxruntime")
+    assert "onnxruntime cannot use CUDA here" in ocr_models.gpu_problem("onnxruntime", model)
     monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda self: ["CUDAExecutionProvider"])
-    assert ocr_models.gpu_problem("onnxruntime") is None
+    assert ocr_models.gpu_problem("onnxruntime", model) is None
+    monkeypatch.setattr(onnxruntime.InferenceSession, "get_providers", lambda self: ["CPUExecutionProvider"])
+    assert ocr_models.gpu_problem("onnxruntime", None) is None, "PaddleOCR downloads the model: there is none to try"
 
 
 @pytest.mark.parametrize(("package", "command"), [
