@@ -9,14 +9,17 @@ the driver is on disk already.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-import select
 import signal
+import socket
 import threading
 import time
 
 import psutil
 import ray
+
+from flowgrpo_ray import signals, waiting
 
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like
 
@@ -27,18 +30,57 @@ def start(**options: object) -> None:
     ray.init(address="local", **options)
     _processes[:] = [child for child in psutil.Process().children() if child.pid not in before]
     if threading.current_thread() is threading.main_thread():
-        told, tell = os.pipe()
-        os.set_blocking(tell, False)
-        signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # gets every signal's number, whatever the main thread does
-        threading.Thread(target=_leave_with_ray, args=(told,), daemon=True).start()
+        signals.watch(_leave_with_ray)
 
 
-def _leave_with_ray(told: int) -> None:
+def connect(address: str, timeout_s: float, **options: object) -> None:
+    """`ray.init(address=...)` within `timeout_s`, in a thread: Ray's library tries a dead address for
+    minutes and holds the calling thread meanwhile. (A head of our own is started in the main thread:
+    Ray's processes end with the thread that started them.)
+
+    Raises:
+        ConnectionError: nothing listens at the address.
+        DeadlineError: no answer in time.
+        Whatever `ray.init` raises.
+    """
+    logger = logging.getLogger("ray._private.worker")
+
+    def init() -> None:
+        _check_listening(address, timeout_s)
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # a warning that here Ray leaves our SIGTERM handler alone
+        try:
+            ray.init(address=address, **options)
+        finally:
+            logger.setLevel(level)
+
+    waiting.bounded(init, f"Ray at {address}", timeout_s, setting="pools.connect_timeout_s")
+
+
+def _check_listening(address: str, timeout_s: float) -> None:
+    """Raise ConnectionError where nothing takes a connection at `host:port`; other forms of an address
+    are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    # Ray takes this machine's own address for localhost.
+    hosts = [host]
+    if host in ("localhost", "127.0.0.1"):
+        hosts.append(ray.util.get_node_ip_address())
+    for last, name in enumerate(hosts, 1 - len(hosts)):
+        try:
+            socket.create_connection((name.strip("[]"), int(port)), timeout=timeout_s).close()
+            return
+        except (OSError, OverflowError) as error:
+            if last == 0:
+                raise ConnectionError(f"nothing takes connections there: {error}") from error
+
+
+def _leave_with_ray(number: int) -> None:
     """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
-    while _processes:
-        if select.select([told], [], [], 0.5)[0] and signal.SIGTERM in os.read(told, 64) and gone(wait_s=2.0):
-            os.write(2, b"terminated, and Ray with it; the same command goes on from the newest checkpoint\n")
-            os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
+    if number == signal.SIGTERM and gone(wait_s=2.0):
+        os.write(2, b"terminated, and Ray with it; the same command goes on from the newest checkpoint\n")
+        os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
 
 def gone(wait_s: float = 0.0) -> bool:
@@ -58,9 +100,9 @@ def shut_down() -> None:
     if gone():
         atexit.unregister(ray.shutdown)
     else:
-        _processes.clear()  # the watching thread ends with that
+        _processes.clear()
         if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
+            signals.unwatch(_leave_with_ray)
         ray.shutdown()
 
 

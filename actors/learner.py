@@ -15,7 +15,7 @@ from ray.util import remove_placement_group
 
 from actors.placement import actor_options, place_learners
 from flowgrpo_ray import device as devices
-from flowgrpo_ray import signals
+from flowgrpo_ray import signals, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import FlowGrpoError
@@ -81,6 +81,7 @@ class LearnerActor(LearnerMethods):
 
     def __init__(self, config_tree: dict, on_gpu: bool, run_id: str, nice: int = 0) -> None:
         self._config, self._run_id = from_tree(config_tree), run_id
+        waiting.set_limits(self._config)
         devices.lower_priority(nice)
         self._device = devices.configure_process(on_gpu=on_gpu, cpu_threads=self._config.model.cpu_threads)
 

@@ -16,6 +16,7 @@ from actors import head
 from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked
+from flowgrpo_ray import waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.metrics import Row
@@ -45,7 +46,7 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
     on_terminate = signal.getsignal(signal.SIGTERM)
     if address:
         try:
-            ray.init(address=address, **common)
+            head.connect(address, config.pools.connect_timeout_s, **common)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ResourceError(f"cannot connect to Ray at {address} (--address or RAY_ADDRESS): {error}") from error
     else:
@@ -70,6 +71,7 @@ def train(
     Raises:
         FlowGrpoError: with all that a user needs to act on.
     """
+    waiting.set_limits(config)
     inputs = check(config)
     recorder = Recorder(config)
     try:
@@ -99,6 +101,7 @@ def evaluate(
     """
     arrays, settings = adapter if adapter is not None else (None, None)
     config = evaluation_config(config, settings)
+    waiting.set_limits(config)
     inputs = check(config)
     with connected(config, address), Evaluator(config, inputs, observer, arrays) as evaluator:
         row = evaluator.run()

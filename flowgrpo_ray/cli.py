@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import __version__, cli_rewards, signals
+from flowgrpo_ray import __version__, cli_rewards, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 
@@ -328,6 +328,7 @@ def _prepare(config: Config, *, err: bool = False) -> Console:
     from flowgrpo_ray.live import set_up_logging
 
     console = Console(stderr=err)
+    waiting.set_limits(config)
     set_up_logging(config.logging.level, console)
     _quiet(config.logging.level)
     signals.install()
@@ -362,8 +363,11 @@ def main() -> None:
     try:
         app(prog_name="flowgrpo-ray")
     except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+        if waiting.abandoned():
+            _end_now(code)  # a library would wait at its exit for the call that has no answer
         if sys.argv[1:2] in ([name] for name in cli_rewards.WITH_A_REWARD):
-            _end_despite_threads(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
+            _end_despite_threads(code)
         raise
 
 
@@ -376,6 +380,10 @@ def _end_despite_threads(code: int) -> None:
     if all(thread.daemon or thread is threading.main_thread() for thread in threading.enumerate()):
         return
     atexit._run_exitfuncs()
+    _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -33,6 +33,10 @@ class CheckpointError(FlowGrpoError):
     """A checkpoint is truncated, foreign, or made under another configuration."""
 
 
+class DeadlineError(FlowGrpoError, TimeoutError):
+    """A library's call that leaves the process had no answer by its deadline."""
+
+
 def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """`; did you mean 'x'?` or the list of choices; an empty string where there are none."""
     choices = [str(choice) for choice in choices]

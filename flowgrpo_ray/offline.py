@@ -195,12 +195,13 @@ def sample(
 
     from flowgrpo_ray import device as devices
     from flowgrpo_ray.plan import plan_evaluation
-    from flowgrpo_ray.policies import load_policy, lora
+    from flowgrpo_ray.policies import find, load_policy, lora, policy_class
     from flowgrpo_ray.samples import png_grid
     from flowgrpo_ray.sampling.requests import evaluation_negative, evaluation_request
     from flowgrpo_ray.sampling.sampler import Sampler, encode_png
 
     device = devices.configure_process(on_gpu=torch.cuda.is_available(), cpu_threads=config.model.cpu_threads)
+    policy_class(find(config.model).family).fetch(config.model)
     policy = load_policy(config.model, device=device)
     if adapter is not None:
         lora.attach(policy, LoraSection(init_from=adapter), config.train.seed)

@@ -33,6 +33,12 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: go on from the newest checkpoint if there is one; must: fail without one; never: "
         "refuse a folder that already holds a run")
+    storage_timeout_s: float = Field(
+        60.0, gt=0,
+        description="Deadline of one call to an object store; writing a file has a second more per MB")
+    hub_timeout_s: float = Field(
+        600.0, gt=0,
+        description="Deadline of one download from the Hugging Face Hub, except by actors")
 
 
 class ModelConfig(Section):
@@ -199,6 +205,8 @@ class LearnerPool(PoolConfig):
 class PoolsConfig(Section):
     placement: Literal["split", "colocated"] = Field(
         "split", description="split: rollout and learner actors apart; colocated: each learner rank samples too")
+    connect_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline for connecting to a Ray cluster")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for actors to be placed and ready")
     autoscaling: bool = Field(False, description="The cluster can grow: wait start_timeout_s for resources")
     max_actor_deaths: NonNegative = Field(16, description="More deaths of one pool's actors in one step stop the run")

@@ -2,18 +2,29 @@
 
 A handler raises in the main thread, wherever that is; where it is in a destructor or in a callback of a library, Python or the
 library drops what was raised, and the command would go on. So a signal is remembered, and loops that wait call `check`.
+And where the main thread is in native code that does not return, no handler runs at all: a thread
+sees that, and ends the process.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
+
+DEAF_S = 4.0  # where no handler has run within this after the first signal, the process ends
 
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 _received: int | None = None
+_watchers: list[Callable[[int], None]] = []
+_pipe: int | None = None
 
 
 class Terminated(SystemExit):
@@ -29,12 +40,63 @@ def install() -> None:
     _received = None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
+    if _end_if_deaf not in _watchers:
+        watch(_end_if_deaf)
+
+
+def watch(callback: Callable[[int], None]) -> None:
+    """From now on `callback(number)` is called for every signal, in a thread of its own, whatever the
+    main thread is at. For the main thread."""
+    global _pipe
+    _watchers.append(callback)
+    if _pipe is None:
+        told, _pipe = os.pipe()
+        os.set_blocking(_pipe, False)
+        # Gets the number of every signal as a byte, at once.
+        signal.set_wakeup_fd(_pipe, warn_on_full_buffer=False)
+        threading.Thread(target=_pass_on, args=(told,), name="signals", daemon=True).start()
+
+
+def unwatch(callback: Callable[[int], None]) -> None:
+    """Undo `watch`. For the main thread; does nothing where it was not watched."""
+    global _pipe
+    with suppress(ValueError):
+        _watchers.remove(callback)
+    if not _watchers and _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        os.close(_pipe)
+        _pipe = None
+
+
+def _pass_on(told: int) -> None:
+    while numbers := os.read(told, 64):
+        for number in numbers:
+            for callback in list(_watchers):
+                threading.Thread(target=callback, args=(number,), daemon=True).start()
+    os.close(told)
+
+
+def _end_if_deaf(number: int) -> None:
+    """End the process where no handler has run some seconds after the first signal."""
+    if signal.getsignal(number) is not _end:
+        return  # somebody else's handler
+    deadline = time.monotonic() + DEAF_S
+    while _received is None:
+        if time.monotonic() >= deadline:
+            os.write(2, b"ended in the middle of a call of a library that did not return\n")
+            os._exit(128 + number)
+        time.sleep(0.05)
 
 
 def check() -> None:
     """Raise for a signal that has come; does nothing where none has."""
     if _received is not None:
         _raise(_received)
+
+
+def received() -> int | None:
+    """The number of the last signal that has come."""
+    return _received
 
 
 def terminated() -> bool:

@@ -3,6 +3,9 @@
 Object stores can neither rename folders nor append, so everything here is a whole file, written at once. Local files
 are written to a temporary name, synced and renamed, so that no reader meets half of one. Options of a store ride in
 the URI's query (`s3://bucket/run?endpoint_override=host:9000&scheme=http`); credentials belong in the environment.
+
+Every call to an object store has a deadline (`run.storage_timeout_s`): its library tries a store that
+does not answer for minutes, without a word and deaf to signals.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from typing import TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
+from flowgrpo_ray import waiting
 from flowgrpo_ray.errors import ConfigError, nearest
 
+T = TypeVar("T")
+
 SCHEMES = ("file", "s3", "gs", "gcs")
-_CHUNK = 8 << 20  # bytes read at a time when only the digest of a file is wanted
+_CHUNK = 8 << 20  # bytes read at a time
+_BYTES_PER_S = 1e6  # an object store that takes fewer is late
 
 
 def join(uri: str, *parts: str) -> str:
@@ -91,10 +99,25 @@ def resolve(uri: str) -> tuple[fs.FileSystem, str]:
     return filesystem, root.rstrip("/") + unquote(split.path).rstrip("/")
 
 
+def _ask(
+    uri: str, call: Callable[[fs.FileSystem, str], T], *, progress: waiting.Progress | None = None,
+    size: int = 0,
+) -> T:
+    """`call(file system, path)`; of an object store with a deadline, which grows with the bytes to be
+    written (`size`)."""
+    if local_path(uri) is not None:
+        return call(*resolve(uri))
+    split = urlsplit(uri)
+    endpoint = dict(parse_qsl(split.query)).get("endpoint_override")
+    what = f"{split.scheme}://{split.netloc}" + (f" at {endpoint}" if endpoint else "")
+    return waiting.bounded(
+        lambda: call(*resolve(uri)), redact(what), waiting.limits.storage + size / _BYTES_PER_S,
+        setting="run.storage_timeout_s", progress=progress)
+
+
 def size(uri: str) -> int | None:
     """Bytes of a file; None where there is no such file."""
-    filesystem, path = resolve(uri)
-    info = filesystem.get_file_info(path)
+    info = _ask(uri, lambda filesystem, path: filesystem.get_file_info(path))
     return info.size if info.type == fs.FileType.File else None
 
 
@@ -110,35 +133,48 @@ def check_folder(uri: str) -> None:
 
 def list_dir(uri: str) -> list[str]:
     """Names in a folder, sorted; empty where there is no such folder."""
-    filesystem, path = resolve(uri)
-    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    def call(filesystem: fs.FileSystem, path: str) -> list[fs.FileInfo]:
+        return filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+
+    found = _ask(uri, call)
     return sorted(info.base_name for info in found)
 
 
 def read_bytes(uri: str) -> bytes:
     """A whole file. Raises FileNotFoundError."""
-    filesystem, path = resolve(uri)
-    with filesystem.open_input_stream(path) as stream:
-        return stream.read()
+    chunks: list[bytes] = []
+    _read(uri, chunks.append)
+    return b"".join(chunks)
 
 
 def sha256(uri: str) -> str:
     """Hex digest of a file, read in pieces. Raises FileNotFoundError."""
-    filesystem, path = resolve(uri)
     digest = hashlib.sha256()
-    with filesystem.open_input_stream(path) as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
+    _read(uri, digest.update)
     return digest.hexdigest()
+
+
+def _read(uri: str, take: Callable[[bytes], object]) -> None:
+    progress = waiting.Progress()
+
+    def call(filesystem: fs.FileSystem, path: str) -> None:
+        with filesystem.open_input_stream(path) as stream:
+            while chunk := stream.read(_CHUNK):
+                take(chunk)
+                progress.made()
+
+    _ask(uri, call, progress=progress)
 
 
 def write_bytes(uri: str, data: bytes) -> str:
     """Write a whole file, replacing what was there, and return `uri`. Folders are made as needed."""
     local = local_path(uri)
     if local is None:
-        filesystem, path = resolve(uri)
-        with filesystem.open_output_stream(path) as stream:
-            stream.write(data)
+        def write(filesystem: fs.FileSystem, path: str) -> None:
+            with filesystem.open_output_stream(path) as stream:
+                stream.write(data)
+
+        _ask(uri, write, size=len(data))
         return uri
     local.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=local.parent, prefix=f".{local.name}.")
@@ -170,14 +206,12 @@ def _umask() -> int:
 def delete_file(uri: str) -> None:
     """Remove a file if it is there."""
     if size(uri) is not None:
-        filesystem, path = resolve(uri)
-        filesystem.delete_file(path)
+        _ask(uri, lambda filesystem, path: filesystem.delete_file(path))
 
 
 def delete_dir(uri: str) -> None:
     """Remove a folder and everything in it. Raises FileNotFoundError."""
-    filesystem, path = resolve(uri)
-    filesystem.delete_dir(path)
+    _ask(uri, lambda filesystem, path: filesystem.delete_dir(path))
 
 
 class PartFiles:

@@ -31,6 +31,14 @@ with no_exit("mine"):
 print("too far")
 """
 
+IN_NATIVE_CODE = PREPARE + """
+import hashlib, threading
+signals.DEAF_S = 0.5
+threading.Timer(0.2, os.kill, (me, signal.SIGTERM)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # an hour
+print("too far")
+"""
+
 
 def outcome(code: str) -> tuple[int, str, str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -46,3 +54,7 @@ def test_a_signal_that_a_destructor_swallows_is_raised_again(name, code):
 
 def test_a_signal_in_the_code_of_a_reward_is_no_failure_of_the_reward():
     assert outcome(IN_A_REWARD) == (143, "", "")
+
+
+def test_a_signal_ends_native_code_that_does_not_return():
+    assert outcome(IN_NATIVE_CODE) == (143, "", "ended in the middle of a call of a library that did not return\n")

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray import waiting
+from flowgrpo_ray.errors import ConfigError, DeadlineError
 from flowgrpo_ray.policies.source import ModelSource, find, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sections import ModelConfig
@@ -111,6 +112,29 @@ class Policy(ABC):
             max_sequence_length=model.max_sequence_length or cls.default_sequence_length,
             offload_encoders=model.offload_encoders,
         )
+
+    @classmethod
+    def fetch(cls, model: ModelConfig) -> None:
+        """Bring a model of the hub into its cache, with a deadline; does nothing for a folder.
+
+        Raises:
+            ConfigError: as `load`.
+            DeadlineError: `run.hub_timeout_s` is over; what was downloaded is kept.
+        """
+        source = find(model)
+        if source.local:
+            return
+        options = {"revision": model.revision, "variant": model.variant,
+                   **dict.fromkeys(cls._absent(source, model, "all"))}
+        try:
+            waiting.bounded(
+                lambda: cls.pipeline_class.download(source.location, **options),
+                f"{model.path} from the Hugging Face Hub", waiting.limits.hub,
+                setting="run.hub_timeout_s")
+        except DeadlineError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"model.path {model.path!r} cannot be loaded: {error}") from error
 
     @classmethod
     def _absent(cls, source: ModelSource, model: ModelConfig, parts: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_ray import waiting
 from flowgrpo_ray.errors import ConfigError, first_line, nearest
 from flowgrpo_ray.sections import ModelConfig
 
@@ -192,12 +193,17 @@ def _fetch(model: ModelConfig, name: str) -> str:
     )
 
     where = f"model.path {model.path!r}"
-    try:
+
+    def fetch() -> str:
         cached = try_to_load_from_cache(model.path, name, revision=model.revision)
         if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
             # The download would try an unreachable hub five times over, half a minute long; this asks once.
             get_hf_file_metadata(hf_hub_url(model.path, name, revision=model.revision))
-        file = hf_hub_download(model.path, name, revision=model.revision)
+        return hf_hub_download(model.path, name, revision=model.revision)
+
+    try:
+        file = waiting.bounded(fetch, f"{name} of {model.path} from the Hugging Face Hub",
+                               waiting.limits.hub, setting="run.hub_timeout_s")
     except GatedRepoError as error:
         raise ConfigError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
                           "`hf auth login` or set HF_TOKEN") from error

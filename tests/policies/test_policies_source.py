@@ -7,15 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray import waiting
+from flowgrpo_ray.errors import ConfigError, DeadlineError
 from flowgrpo_ray.policies import check_model, load_policy
 from flowgrpo_ray.policies.flux import FluxPolicy
 from flowgrpo_ray.policies.sd3 import SD3Policy
-from flowgrpo_ray.policies.source import find
+from flowgrpo_ray.policies.source import ModelSource, find
 from flowgrpo_ray.sections import ModelConfig
 
 
@@ -83,7 +85,8 @@ def test_checking_imports_no_diffusers_and_an_unreachable_hub_is_named(tmp_path)
     script = """
 import sys
 from flowgrpo_ray.sections import ModelConfig
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray import waiting
+from flowgrpo_ray.errors import ConfigError, DeadlineError
 from flowgrpo_ray.policies import check_model
 check_model(ModelConfig(path="builtin:tiny"))
 try:
@@ -97,3 +100,20 @@ print("diffusers" in sys.modules, "transformers" in sys.modules)
     message, modules = out.strip().splitlines()
     assert "'some-owner/some-model' is unreachable" in message and "no such folder" in message
     assert modules == "False False"
+
+
+def test_a_model_of_the_hub_is_fetched_within_a_deadline(monkeypatch, folders):
+    calls, over, model = [], threading.Event(), ModelConfig(path="owner/model", revision="v1")
+    index = {name: ["diffusers", "x"] for name in (*SD3Policy.encoders, "vae", "transformer", "scheduler")}
+    monkeypatch.setattr("flowgrpo_ray.policies.base.find", lambda model: ModelSource("owner/model", "sd3", index, False))
+    monkeypatch.setattr(SD3Policy.pipeline_class, "download", lambda *args, **options: calls.append((args, options)))
+    SD3Policy.fetch(model)
+    (args, options), = calls
+    assert args == ("owner/model",) and options["revision"] == "v1" and options["image_encoder"] is None
+    monkeypatch.setattr(SD3Policy.pipeline_class, "download", lambda *args, **options: over.wait())
+    monkeypatch.setattr(waiting.limits, "hub", 0.1)
+    with pytest.raises(DeadlineError, match=r"no answer from owner/model from the Hugging Face Hub within 0.1 s"):
+        SD3Policy.fetch(model)
+    over.set()
+    monkeypatch.undo()
+    SD3Policy.fetch(ModelConfig(path=folders("sd3_no_t5")))  # a folder is not fetched
