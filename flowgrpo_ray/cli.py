@@ -73,7 +73,7 @@ app = typer.Typer(
     help="Flow-GRPO for flow-matching image models, as actors and learners on Ray.",
     epilog="Example: flowgrpo-ray train configs/tiny_ocr.yaml")
 
-ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration file")]
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration file, or - for standard input")]
 OptionalConfigArg = Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML configuration file")]
 OverridesArg = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over it, e.g. train.seed=7")]

@@ -189,12 +189,15 @@ def short_name(name: str) -> str:
 
 def given_prompts(texts: list[str] | None, file: str | None, question: str) -> list[PromptRecord]:
     """Prompts of --prompt and --prompts; raises ConfigError where there are none, or a blank one."""
-    from flowgrpo_ray.prompts import PromptRecord, load_prompts
+    from flowgrpo_ray.prompts import PromptRecord, load_prompts, text_problem
 
     if not texts and file is None:
         raise ConfigError(f"{question} Give --prompt TEXT (several times if you like) or --prompts FILE")
     if blank := [text for text in texts or [] if not text.strip()]:
         raise ConfigError(f"--prompt {blank[0]!r} is blank")
+    for text in texts or []:
+        if problem := text_problem(text):
+            raise ConfigError(f"--prompt {text!r} {problem}")
     given = [PromptRecord(prompt=text, line=number) for number, text in enumerate(texts or [], 1)]
     return given + (load_prompts(file) if file is not None else [])
 

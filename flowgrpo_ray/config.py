@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from flowgrpo_ray import yaml12
 from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.rewards import known_rewards, reward_class
 from flowgrpo_ray.sections import (
@@ -204,25 +205,16 @@ def divisors(n: int) -> list[int]:
 
 
 def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] | None = None) -> Config:
-    """Read a YAML file, lay dotted overrides (`"sampling.group_size=8"`) over it, and check the whole.
+    """Read a YAML 1.2 file in UTF-8, apply dotted overrides (`"sampling.group_size=8"`), and check the result.
+
+    Args:
+        path: a file or anything else that can be read like one, such as /dev/stdin; `-` is the standard input.
+        overrides: applied in order; `rewards.NAME=null` drops a reward of the file.
 
     Raises:
         ConfigError: names every wrong key or value and the nearest right one.
     """
-    tree: Any = {}
-    if path is not None:
-        file = Path(path)
-        if file.is_dir():
-            raise ConfigError(f"{path} is a folder; give the YAML file")
-        if not file.is_file():
-            siblings = [str(p) for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
-            raise ConfigError(f"no configuration file at {path}{nearest(str(path), siblings)}")
-        try:
-            tree = yaml.load(file.read_text(), _Yaml12Loader) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from None
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration is a mapping of sections")
+    tree: Any = {} if path is None else _read_file(path)
     if isinstance(overrides, dict):
         pairs = list(overrides.items())
     else:
@@ -230,6 +222,33 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
     for key, value in pairs:
         _lay_over(tree, key, value)
     return from_tree(tree)
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """The tree of a configuration file; raises ConfigError."""
+    file = Path(path)
+    try:
+        if str(path) == "-":
+            data = sys.stdin.buffer.read()
+        elif file.is_dir():
+            raise ConfigError(f"{path} is a folder; give the YAML file")
+        elif not file.exists():
+            siblings = [str(p) for p in file.parent.glob("*.yaml")] if file.parent.is_dir() else []
+            raise ConfigError(f"no configuration file at {path}{nearest(str(path), siblings)}")
+        else:
+            data = file.read_bytes()
+        tree = yaml12.parse(data.decode("utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: it must be encoded in UTF-8 ({error})") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict | None):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration is a mapping of sections")
+    return tree or {}
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
@@ -248,27 +267,16 @@ def split_override(
     if not equals or not key.strip():
         raise ConfigError(f"{what} {text!r} is not of the form {form}")
     try:
-        return key.strip(), yaml.load(value, _Yaml12Loader)
-    except yaml.YAMLError as error:
+        return key.strip(), yaml12.parse(value)
+    except ValueError as error:
         raise ConfigError(f"{what} {text!r}: the value is not valid YAML: {error}") from None
-
-
-class _Yaml12Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number, as people write it on a command line, and refuses a key that is there twice."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
 def _lay_over(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
+    if parents == ["rewards"] and value is None:
+        _drop_reward(tree, leaf)
+        return
     for parent in parents:
         child = tree.setdefault(parent, {})
         if child is None:
@@ -277,6 +285,17 @@ def _lay_over(tree: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"override {key}: {parent} is a value, not a section")
         tree = child
     tree[leaf] = value
+
+
+def _drop_reward(tree: dict[str, Any], name: str) -> None:
+    """Take a reward out of the tree, with its pool."""
+    rewards, pools = tree.get("rewards"), tree.get("pools")
+    if not isinstance(rewards, dict) or name not in rewards:
+        raise ConfigError(f"override rewards.{name}=null: there is no reward {name!r} to drop"
+                          f"{nearest(name, rewards if isinstance(rewards, dict) else ())}")
+    del rewards[name]
+    if isinstance(pools, dict) and isinstance(pools.get("reward"), dict):
+        pools["reward"].pop(name, None)
 
 
 def _explain(problem: dict[str, Any]) -> str:
@@ -312,7 +331,7 @@ def _keys_at(path: list[str]) -> list[str]:
 def to_yaml(config: Config, *, documented: bool = False) -> str:
     """The resolved tree as YAML; `documented` puts each field's description beside it as a comment."""
     if not documented:
-        return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml12.dump(config.model_dump(mode="json"))
     lines: list[str] = []
     _document(config, 0, lines)
     return "\n".join(lines) + "\n"
@@ -335,5 +354,5 @@ def _document(section: BaseModel, depth: int, lines: list[str]) -> None:
                 _document(child, depth + 2, lines)
         else:
             plain = json.loads(json.dumps(value, default=list))
-            text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+            text = yaml12.dump(plain, default_flow_style=True, width=10**6)
             lines.append(f"{pad}{name}: {text.removesuffix('...' + chr(10)).strip()}")

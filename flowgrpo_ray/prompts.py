@@ -19,6 +19,7 @@ from flowgrpo_ray import storage
 from flowgrpo_ray.errors import ConfigError, nearest
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+LARGEST_INTEGER = 2**63 - 1  # what the sample table, Parquet's int64, can hold
 FIELDS = ("prompt", "negative_prompt", "seed", "height", "width", "image", "metadata")
 
 
@@ -107,8 +108,10 @@ def _lines(data: bytes, uri: str) -> Iterator[tuple[int, str]]:
 def _json_object(text: str, uri: str, number: int) -> dict[str, Any]:
     try:
         row = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also for a number of thousands of digits
         raise ConfigError(f"{uri}, line {number}: unreadable JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{uri}, line {number}: unreadable JSON: it is nested too deeply") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{uri}, line {number}: a {type(row).__name__}; each line holds one JSON object, for example "
                           '{"prompt": "a cat"}')
@@ -118,11 +121,12 @@ def _json_object(text: str, uri: str, number: int) -> dict[str, Any]:
 def _parquet_rows(data: bytes, uri: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = parquet.read_table(io.BytesIO(data))
-    except (ArrowException, OSError) as error:
+        rows = table.to_pylist()
+    except (ArrowException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{uri}: unreadable Parquet: {error}") from None
     if "prompt" not in table.column_names:
         raise ConfigError(f"{uri}: no column `prompt`{nearest('prompt', table.column_names)}")
-    for number, row in enumerate(table.to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         if isinstance(row.get("metadata"), str):  # Parquet has no free-form mapping: a JSON text stands for one
             row["metadata"] = _json_object(row["metadata"], uri, number)
         yield number, row
@@ -130,23 +134,49 @@ def _parquet_rows(data: bytes, uri: str) -> Iterator[tuple[int, dict[str, Any]]]
 
 def _record(row: dict[str, Any], uri: str, number: int) -> PromptRecord:
     where = f"{uri}, line {number}"
-    row = {key: value for key, value in row.items() if value is not None}
+    row = {key: value for key, value in row.items() if value is not None and not (key in FIELDS and value != value)}
     if "prompt" not in row:
         raise ConfigError(f"{where}: no `prompt`{nearest('prompt', row)}")
     for key in ("prompt", "negative_prompt", "image"):
         if key in row and not isinstance(row[key], str):
             raise ConfigError(f"{where}: `{key}` is {row[key]!r}, a {type(row[key]).__name__}; it has to be a text")
     for key, least in (("seed", 0), ("height", 1), ("width", 1)):
-        value = row.get(key, least)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{where}: `{key}` is {value!r}; it has to be a whole number of at least {least}")
+        if key in row:
+            row[key] = _whole_number(row[key], f"{where}: `{key}`", least)
     if not row["prompt"].strip():
         raise ConfigError(f"{where}: `prompt` is blank")
     metadata = row.get("metadata", {})
     if not isinstance(metadata, dict):
         raise ConfigError(f"{where}: `metadata` is {metadata!r}, a {type(metadata).__name__}; it has to be a mapping")
+    for key, value in row.items():
+        if problem := text_problem(json.dumps({key: value}, ensure_ascii=False, default=str)):
+            raise ConfigError(f"{where}: `{key}` {problem}")
     others = {key: value for key, value in row.items() if key not in FIELDS}
     if twice := sorted(metadata.keys() & others.keys()):
         raise ConfigError(f"{where}: {twice[0]!r} stands both in `metadata` and beside it")
     known = {key: row[key] for key in FIELDS if key in row and key != "metadata"}
     return PromptRecord(**known, metadata={**metadata, **others}, line=number)
+
+
+def _whole_number(value: Any, what: str, least: int) -> int:
+    """A seed or a side in pixels; pandas makes floats of whole numbers where one is missing. Raises ConfigError."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+    if value > LARGEST_INTEGER:
+        raise ConfigError(f"{what} is {value!r}; it must be at most {LARGEST_INTEGER} (2^63 - 1)")
+    return value
+
+
+def text_problem(text: str) -> str | None:
+    """Why a text cannot be written in UTF-8, or None. JSON lets through the halves of a cut emoji, and Python makes
+    such halves of the bytes of a command line that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = ord(text[error.start])
+        if 0xDC80 <= found <= 0xDCFF:
+            return f"is not valid UTF-8 (the byte 0x{found - 0xDC00:02x})"
+        return f"holds half of a surrogate pair, U+{found:04X}, which is not a character"
+    return None

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -143,7 +144,7 @@ class EmaConfig(Section):
 
 
 class TrainConfig(Section):
-    seed: NonNegative = Field(42, description="Seed of prompts order, windows, noise and LoRA initialisation")
+    seed: Seed = Field(42, description="Seed of prompts order, windows, noise and LoRA initialisation")
     updates_per_step: Positive = Field(1, description="Optimizer updates per step; divides groups_per_step")
     micro_batch: Positive | None = Field(None, description="Samples per training forward; default sampling.micro_batch")
     learning_rate: float = Field(3e-4, gt=0, description="AdamW learning rate, constant")
@@ -174,7 +175,7 @@ class EvalConfig(Section):
     num_steps: Positive = Field(40, description="ODE steps")
     guidance_scale: float | None = Field(None, ge=0, description="Default sampling.guidance_scale")
     micro_batch: Positive | None = Field(None, description="Images per shard; default sampling.micro_batch")
-    seed: NonNegative = Field(1234, description="Seed of the evaluation noise")
+    seed: Seed = Field(1234, description="Seed of the evaluation noise")
     weights: Literal["policy", "ema"] = Field("policy", description="Which weights the headline number is of")
     grid_images: Annotated[int, Field(ge=0, le=64)] = Field(24, description="Images in the sample grids")
 

@@ -322,6 +322,18 @@ def test_the_exported_adapter_makes_the_samples_in_diffusers(trained, tmp_path, 
     assert np.abs(ours - stock()).max() <= 1e-5
 
 
+def test_a_prompt_in_another_encoding_is_rejected(tmp_path):
+    (tmp_path / "a.yaml").write_text("rewards: {ocr: {}}\n")
+    prompt = os.fsdecode('ein Schild "GR\u00d6SSE"'.encode("latin-1"))
+    result = cli("sample", tmp_path / "a.yaml", "--prompt", prompt, "--out", tmp_path / "out", code=2)
+    assert "is not valid UTF-8 (the byte 0xd6)" in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_configuration_comes_through_a_pipe():
+    result = CliRunner().invoke(app, ["config", "-", "--plain", "train.seed=7"], input="rewards: {ocr: {weight: 2}}\n")
+    assert result.exit_code == 0 and "weight: 2.0" in result.output and "seed: 7" in result.output
+
+
 def test_export_names_the_nearest_checkpoint(trained, tmp_path):
     result = cli("export", trained[2], "--step", "9", "--out", tmp_path, code=1)
     assert "no checkpoint of step 9; the nearest is 2 (there are 1, 2)" in result.stderr

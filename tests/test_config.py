@@ -1,8 +1,15 @@
 """Every mistake is named, with the nearest right choice, before an actor starts."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from flowgrpo_ray import yaml12
 from flowgrpo_ray.config import Config, divisors, from_tree, load, to_yaml
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
 
@@ -31,6 +38,55 @@ def test_file_and_overrides(tmp_path):
     assert config.train.learning_rate == 2e-4 and load(path).train.learning_rate == 1e-3
     assert config.window_range == (0, 5) and config.window_size == 2
     assert load(path, {"sampling.group_size": 8, "pools.reward.ocr.replicas": 3}).reward_pool("ocr").replicas == 3
+
+
+def test_a_reward_of_the_file_can_be_dropped(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("rewards: {ocr: {}, aesthetic: {}}\npools: {reward: {ocr: {replicas: 2}}}\n")
+    config = load(path, ["rewards.ocr=null"])
+    assert list(config.rewards) == ["aesthetic"] and config.pools.reward == {}
+    again = load(path, ["rewards.ocr=null", "rewards.ocr.weight=2"])  # in the order given
+    assert again.rewards["ocr"].weight == 2
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("010", 10), ("0o10", 8), ("1:30", "1:30"), ("190:20:30", "190:20:30"), ("1e-3", 0.001), ("12e03", 12000.0), ("yes", "yes"),
+    ("2024-01-01", "2024-01-01"), ("=", "="), ("true", True), ("~", None), ("0x1F", 31), ("'010'", "010")])
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    read = load(None, [f"rewards.ocr.options={{x: {text}}}"]).rewards["ocr"].options["x"]
+    assert read == value and type(read) is type(value)
+
+
+def test_a_configuration_is_read_in_utf_8_wherever_it_comes_from(tmp_path, monkeypatch):
+    text = "\ufeffdata: {negative_prompt: größer}\nrewards: {ocr: {}}\n"
+    (tmp_path / "a.yaml").write_bytes(text.encode())
+    code = ("import sys; from flowgrpo_ray.config import load\n"
+            "sys.stdout.buffer.write(load(sys.argv[1]).data.negative_prompt.encode())")
+    locale = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for command in (f"'{sys.executable}' -c \"$CODE\" a.yaml", f"'{sys.executable}' -c \"$CODE\" - < a.yaml",
+                    f"cat a.yaml | '{sys.executable}' -c \"$CODE\" /dev/stdin",
+                    f"'{sys.executable}' -c \"$CODE\" <(cat a.yaml)"):
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**locale, "CODE": code}, capture_output=True,
+                              timeout=60)
+        assert (done.returncode, done.stdout.decode()) == (0, "größer"), (command, done.stderr.decode())
+    (tmp_path / "a.yaml").write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match="a.yaml is not valid YAML: it must be encoded in UTF-8"):
+        load(tmp_path / "a.yaml")
+
+
+def test_nested_too_deeply(tmp_path):
+    (tmp_path / "a.yaml").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ConfigError, match="a.yaml is not valid YAML: it is nested too deeply"):
+        load(tmp_path / "a.yaml")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_subnormal=False) | st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])) | st.from_regex(r"[-+.0-9a-fxoeE_:]{1,6}", fullmatch=True),
+    lambda inner: st.lists(inner, max_size=3), max_leaves=5))
+def test_yaml_that_is_written_is_read_back_by_old_and_new_readers(value):
+    text = yaml12.dump({"x": value})
+    assert yaml12.parse(text) == {"x": value}
+    assert yaml.safe_load(text) == {"x": value}
 
 
 def test_numbers_in_free_form_options_are_numbers(tmp_path):
@@ -73,7 +129,9 @@ def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
         (["rewards.ocr.weight=.inf"], "rewards.ocr.weight: Input should be a finite number"),
         (["rewards.ocr.timeout_s=.inf"], "rewards.ocr.timeout_s: Input should be a finite number"),
         (["rewards.ocr.max_failure_rate=.nan"], "rewards.ocr.max_failure_rate: Input should be a finite number"),
-        (["rewards.ocr="], "rewards.ocr: Input should be a valid dictionary"),
+        (["rewards.ocr=null"], "at least one reward needs a weight other than 0"),
+        (["rewards.orc=null"], "override rewards.orc=null: there is no reward 'orc' to drop; did you mean ocr?"),
+        (["train.seed=9223372036854775808"], "train.seed: Input should be less than or equal to 9223372036854775807"),
         (["sampling.kernel=flow_sd"], "'flow_sde', 'cps' or 'dance_sde' (it is 'flow_sd')"),
         (["sampling.noise_level=0"], "sampling.noise_level: Input should be greater than 0"),
         (["sampling.noise_level=.inf"], "sampling.noise_level: Input should be a finite number"),
@@ -252,7 +310,8 @@ def test_files_that_cannot_be_read_as_one(tmp_path):
     (tmp_path / "twice.yaml").write_text("run: {steps: 3}\nrewards: {ocr: {}}\nrun: {steps: 5}\n")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "d.yaml").mkdir()
-    for name, message in (("twice", "the key 'run' is there twice"), ("bytes", "not valid YAML"), ("d", "is a folder")):
+    for name, message in (("twice", r"duplicate key 'run' \(line 3, column 1\)"), ("bytes", "not valid YAML"),
+                          ("d", "is a folder")):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / f"{name}.yaml")
 

@@ -70,6 +70,25 @@ def test_parquet_structs_are_metadata(tmp_path):
     assert load_prompts(tmp_path / "a.parquet")[0].metadata == {"target": "CAT"}
 
 
+def test_whole_floats_of_pandas_are_whole_numbers(write, tmp_path):
+    """A column of whole numbers with a gap is a column of floats to pandas, and the gap a NaN."""
+    columns = {"prompt": ["a", "b"], "seed": [3.0, None], "height": [512.0, None], "width": [64.0, 128.0]}
+    expected = [PromptRecord("a", seed=3, height=512, width=64, line=1), PromptRecord("b", width=128, line=2)]
+    parquet.write_table(pa.table(columns), tmp_path / "nulls.parquet")
+    gaps = {key: [float("nan") if value is None else value for value in values] for key, values in columns.items()}
+    parquet.write_table(pa.table(gaps), tmp_path / "nans.parquet")
+    rows = [dict(zip(gaps, row, strict=True)) for row in zip(*gaps.values(), strict=True)]
+    path = write("a.jsonl", "\n".join(map(json.dumps, rows)))
+    for file in (tmp_path / "nulls.parquet", tmp_path / "nans.parquet", path):
+        records = load_prompts(file)
+        assert records == expected
+        assert all(type(value) is int for value in (records[0].seed, records[0].height, records[1].width))
+
+
+def test_a_whole_surrogate_pair_is_a_character(write):
+    assert load_prompts(write("a.jsonl", r'{"prompt": "\ud83d\ude00"}'))[0].prompt == "\U0001f600"
+
+
 def test_file_uri_and_path_are_the_same(write):
     path = write("a.txt", "a cat\n")
     assert load_prompts("file://" + path) == load_prompts(path)
@@ -91,11 +110,19 @@ def test_builtin_files_load():
         ('{"prompt": ["x"]}', r"line 2: `prompt` is \['x'\], a list; it has to be a text"),
         ('{"prompt": "x", "negative_prompt": 3}', "line 2: `negative_prompt` is 3, a int"),
         ('{"prompt": "x", "image": {}}', "line 2: `image`"),
-        ('{"prompt": "x", "seed": -1}', "line 2: `seed` is -1; it has to be a whole number of at least 0"),
+        ('{"prompt": "x", "seed": -1}', "line 2: `seed` is -1; it must be a whole number of at least 0"),
         ('{"prompt": "x", "seed": true}', "line 2: `seed` is True"),
-        ('{"prompt": "x", "height": "512"}', "line 2: `height` is '512'; it has to be a whole number of at least 1"),
+        ('{"prompt": "x", "height": "512"}', "line 2: `height` is '512'; it must be a whole number of at least 1"),
         ('{"prompt": "x", "width": 0}', "line 2: `width` is 0"),
         ('{"prompt": "x", "height": 512.5}', "line 2: `height` is 512.5"),
+        ('{"prompt": "x", "seed": 9223372036854775808}', r"line 2: `seed` is 9\d+; it must be at most 9223372036854775807"),
+        ('{"prompt": "x", "seed": 1e300}', "line 2: `seed` is 1000"),
+        ('{"prompt": "x", "seed": ' + "1" * 5000 + "}", "line 2: unreadable JSON"),
+        (r'{"prompt": "a sign \ud83d"}', r"line 2: `prompt` holds half of a surrogate pair, U\+D83D, which"),
+        (r'{"prompt": "x", "negative_prompt": "\udc80"}', r"line 2: `negative_prompt` is not valid UTF-8 \(the byte 0x80\)"),
+        (r'{"prompt": "x", "metadata": {"a": ["\udfff"]}}', r"line 2: `metadata` .* U\+DFFF"),
+        (r'{"prompt": "x", "tag\udfff": 1}', "line 2: .* half of a surrogate pair"),
+        ('{"prompt": "x", "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: unreadable JSON: it is nested too deeply"),
         ('{"prompt": "x", "metadata": []}', r"line 2: `metadata` is \[\], a list; it has to be a mapping"),
         ('{"prompt": "x", "metadata": {"tag": 1}, "tag": 2}', "line 2: 'tag' stands both in"),
     ])
