@@ -22,6 +22,7 @@ from actors.sampling import Sampling
 from actors.scoring import Scoring
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
+from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.metrics import Row
@@ -115,6 +116,9 @@ class Controller:
             self.pools.append(self.rollouts)
         self.learners = self.group_class(config, run_id, self.colocated_class if self.colocated else self.learner_class)
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
+        run_dir = self.recorder.run_dir
+        if run_dir and storage.local_path(run_dir) and sum(node["Alive"] for node in ray.nodes()) > 1:
+            self.learners.check_run_dir(run_dir, p.start_timeout_s)
         self.learners.start(p.start_timeout_s, self._show_activity)
         if self.colocated:
             self.rollouts = ActorPool("colocated", self.learners.world_size, lambda index, _: self.learners.actors[index],

@@ -87,7 +87,7 @@ class NoLearners:
 class Results:
     """Stands where the recorder of a run directory stands: keeps the grid, writes nothing."""
 
-    resume_from = None
+    resume_from = run_dir = None
 
     def __init__(self) -> None:
         self.run_id = uuid.uuid4().hex[:12]

@@ -15,7 +15,7 @@ from ray.util import remove_placement_group
 
 from actors.placement import actor_options, place_learners
 from flowgrpo_ray import device as devices
-from flowgrpo_ray import signals, waiting
+from flowgrpo_ray import shared_dir, signals, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import FlowGrpoError
@@ -91,6 +91,10 @@ class LearnerActor(LearnerMethods):
             s.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
 
+    def answer(self, run_dir: str, token: str, who: str) -> tuple[str, str | None]:
+        """This node's address, and what is wrong with the run directory here (see `shared_dir`)."""
+        return ray.util.get_node_ip_address(), shared_dir.answer(run_dir, token, who)
+
     def setup(self, rank: int, world_size: int, init_method: str) -> str:
         """Join the group, load the model, attach LoRA, shard. Returns the sharding chosen."""
         config = self._config
@@ -122,6 +126,22 @@ class LearnerGroup:
         address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
         self._get(self.cast_each("setup", setup), timeout_s, watch)
+
+    def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
+        """Prove that a local run directory is one folder for the driver and every rank.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        names = [f"learner rank {rank}" for rank in range(self.world_size)]
+        token = shared_dir.leave_token(run_dir)
+        replies: dict[str, tuple[str, str | None]] = {}
+        try:
+            calls = self.cast_each("answer", [(run_dir, token, name) for name in names])
+            replies = dict(zip(names, self._get(calls, timeout_s), strict=True))
+        finally:
+            shared_dir.check_answers(run_dir, token, {name: problem for name, (_, problem) in replies.items()},
+                                     {name: node for name, (node, _) in replies.items()})
 
     def cast(self, method: str, *args: Any) -> list[ray.ObjectRef]:
         """Issue a call to all ranks without waiting; its failure shows at the next `reap`."""

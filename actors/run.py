@@ -19,6 +19,7 @@ from actors.placement import asked
 from flowgrpo_ray import waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
+from flowgrpo_ray.inputs import identify, pin_model
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.preflight import check
@@ -73,13 +74,16 @@ def train(
     """
     waiting.set_limits(config)
     inputs = check(config)
-    recorder = Recorder(config)
+    pin_model(config)
+    recorder = Recorder(config, identify(config))
     try:
         if recorder.start_step >= config.run.steps:
             observer.say(f"all {config.run.steps} steps of this run are done; raise run.steps to go on")
             return recorder.run_dir
         if recorder.resume_from:
             observer.say(f"going on from step {recorder.start_step}")
+        for note in recorder.notes:
+            observer.say(note)
         with connected(config, address), controller_class(config, inputs, recorder, observer) as controller:
             controller.run()
     finally:

@@ -18,13 +18,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load as _load_safetensors
 from safetensors.numpy import save as _save_safetensors
 
 from flowgrpo_ray import storage
-from flowgrpo_ray.config import result_tree
 from flowgrpo_ray.errors import CheckpointError, nearest
 
 FORMAT_VERSION = 1
@@ -132,40 +130,11 @@ def latest(run_dir: str, run_id: str | None = None) -> CheckpointInfo | None:
         try:
             info = open_checkpoint(step_dir(run_dir, step))
             if run_id is not None:
-                _check_run(info, run_id)
+                check_run(info, run_id)
             return info
         except CheckpointError as error:
             log.warning("skipped: %s", error)
     return None
-
-
-def check_compatible(
-    info: CheckpointInfo, result_hash: str, *, run_id: str | None = None, config: Mapping[str, Any] | None = None
-) -> None:
-    """Refuse a checkpoint of another run or of a configuration that gives another result.
-
-    With `config` (the present one as a plain tree) the error names the keys that differ from the run directory's
-    config.yaml.
-
-    Raises:
-        CheckpointError: the run or the configuration differs.
-    """
-    if run_id is not None:
-        _check_run(info, run_id)
-    if info.result_hash == result_hash:
-        return
-    message = f"{storage.display(info.uri)} was made under another configuration"
-    saved_uri = storage.join(info.run_dir, "config.yaml")
-    if config is not None and storage.size(saved_uri) is not None:
-        try:
-            saved = yaml.safe_load(storage.read_bytes(saved_uri)) or {}
-        except yaml.YAMLError as error:
-            raise CheckpointError(f"{message}, and {storage.display(saved_uri)} is damaged: {error}") from None
-        changes = diff_trees(result_tree(saved), result_tree(config))
-        if changes:
-            message += " (saved -> now):\n  " + "\n  ".join(changes)
-    raise CheckpointError(
-        f"{message}\nGo on with the saved configuration ({storage.display(saved_uri)}), or give the run another name")
 
 
 def read_file(info: CheckpointInfo, name: str) -> bytes:
@@ -230,23 +199,6 @@ def bytes_to_tensors(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]
     return arrays, json.loads(data[8 : 8 + length]).get("__metadata__", {})
 
 
-def diff_trees(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """What differs between two plain trees, a line per key: `train.learning_rate: 0.0003 -> 0.001`."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        lines = []
-        for key in sorted({*old, *new}, key=str):
-            path = f"{prefix}.{key}" if prefix else str(key)
-            if key not in old:
-                lines.append(f"{path}: absent -> {new[key]!r}")
-            elif key not in new:
-                lines.append(f"{path}: {old[key]!r} -> absent")
-            else:
-                lines += diff_trees(old[key], new[key], path)
-        return lines
-    old, new = (list(value) if isinstance(value, tuple) else value for value in (old, new))
-    return [] if old == new else [f"{prefix}: {old!r} -> {new!r}"]
-
-
 def _steps(run_dir: str) -> list[int]:
     names = storage.list_dir(storage.join(run_dir, "checkpoints"))
     return [int(name[5:]) for name in names if re.fullmatch(r"step_(0|[1-9]\d*)", name)]
@@ -292,7 +244,8 @@ def _check_size(info: CheckpointInfo, entry: FileEntry) -> None:
         raise _broken(info.uri, f"{entry.name} is {kind}: {size} bytes where {entry.size} were written")
 
 
-def _check_run(info: CheckpointInfo, run_id: str) -> None:
+def check_run(info: CheckpointInfo, run_id: str) -> None:
+    """Raise CheckpointError for a checkpoint of another run."""
     if info.run_id != run_id:
         raise CheckpointError(f"{storage.display(info.uri)} is of run {info.run_id!r}, not of run {run_id!r}")
 

@@ -1,8 +1,7 @@
 """The configuration: one typed tree over YAML, every field documented, every mistake named before an actor starts.
 
-What can change the result lives outside `pools`: `result_hash` covers every section but `run`, `pools`, `logging` and
-`checkpoint` (and of the rewards not the monitors, how failures are dealt with and where servers are), and a checkpoint made
-under another hash is not resumed.
+Every field has a mark (`sections.mark_of`) that says what it decides. What decides the result lives outside `pools`, and a
+checkpoint that was made with other values of it is resumed only if `run.accept_changes` names them (see `resume`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from flowgrpo_ray import yaml12
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.rewards import known_rewards, reward_class
+from flowgrpo_ray.paths import make_absolute
+from flowgrpo_ray.rewards import known_rewards
 from flowgrpo_ray.sections import (
+    INPUT,
+    RESULT,
     AdvantageConfig,
     CheckpointConfig,
     DataConfig,
@@ -37,10 +39,11 @@ from flowgrpo_ray.sections import (
     SamplingConfig,
     Section,
     TrainConfig,
+    mark_of,
+    marks_of,
 )
+from flowgrpo_ray.settings import Setting, flat
 
-RUN_SECTIONS = ("run", "pools", "logging", "checkpoint")  # where and how it runs
-RUN_REWARD_KEYS = ("timeout_s", "retries", "on_failure", "max_failure_rate", "self_test", "environment")
 REWARD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -177,27 +180,17 @@ class Config(Section):
         """Resources of one reward's actors (defaults where the configuration names none)."""
         return self.pools.reward.get(name) or PoolConfig()
 
-    def result_hash(self) -> str:
-        """sha256 over all that can change the result."""
-        return hashlib.sha256(json.dumps(result_tree(self.model_dump(mode="json")), sort_keys=True).encode()).hexdigest()
+    def settings(self) -> dict[str, Setting]:
+        """Every setting by its dotted key, with its mark."""
+        return flat(Config, self.model_dump(mode="json"))
 
-
-def result_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a plain configuration can change the result: all but where and how it runs, monitors, how rewards are waited for
-    and their failures dealt with, and where their servers are."""
-    out = {key: value for key, value in tree.items() if key not in RUN_SECTIONS}
-    optimised = {name: reward for name, reward in (tree.get("rewards") or {}).items() if reward.get("weight") != 0}
-    return out | {"rewards": {name: _result_of(name, reward) for name, reward in optimised.items()}}
-
-
-def _result_of(name: str, reward: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        known = reward_class(reward.get("python") or reward.get("type") or name).options
-    except ConfigError:  # code of one's own that is not here
-        known = {}
-    options = {key: value for key, value in (reward.get("options") or {}).items()
-               if key not in known or not known[key].infrastructure}
-    return {key: value for key, value in reward.items() if key not in RUN_REWARD_KEYS} | {"options": options}
+    def result_hash(self, identities: Mapping[str, Any] | None = None) -> str:
+        """sha256 over all that decides the result: settings marked so, and of inputs their contents (see `inputs.identify`)
+        if `identities` has them by key, else their names."""
+        identities = identities or {}
+        decisive = {key: identities.get(key, setting.value) for key, setting in self.settings().items()
+                    if setting.mark == RESULT and not (key == "model.revision" and "model.path" in identities)}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def divisors(n: int) -> list[int]:
@@ -211,6 +204,8 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
         path: a file or anything else that can be read like one, such as /dev/stdin; `-` is the standard input.
         overrides: applied in order; `rewards.NAME=null` drops a reward of the file.
 
+    Relative paths are of the working directory, and are absolute in what is returned (see `paths`).
+
     Raises:
         ConfigError: names every wrong key or value and the nearest right one.
     """
@@ -221,7 +216,9 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
         pairs = [split_override(text) for text in overrides or []]
     for key, value in pairs:
         _lay_over(tree, key, value)
-    return from_tree(tree)
+    config = from_tree(tree)
+    make_absolute(config)
+    return config
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
@@ -332,7 +329,8 @@ def to_yaml(config: Config, *, documented: bool = False) -> str:
     """The resolved tree as YAML; `documented` puts each field's description beside it as a comment."""
     if not documented:
         return yaml12.dump(config.model_dump(mode="json"))
-    lines: list[str] = []
+    lines = ["# [evaluation], [infrastructure]: may change when a run resumes. Everything else decides the result: name it in",
+             "# run.accept_changes to change it. [input]: compared by contents, not by name."]
     _document(config, 0, lines)
     return "\n".join(lines) + "\n"
 
@@ -343,7 +341,9 @@ def _document(section: BaseModel, depth: int, lines: list[str]) -> None:
         value = getattr(section, name)
         if depth == 0 and lines:
             lines.append("")
-        lines.append(f"{pad}# {field.description}")
+        mark = value.mark if isinstance(value, Section) else mark_of(type(section), name)
+        shown = ([mark] if mark != section.mark else []) + [INPUT] * (INPUT in marks_of(type(section), name))
+        lines.append(f"{pad}# {field.description}" + (f" [{', '.join(shown)}]" if shown else ""))
         if isinstance(value, BaseModel):
             lines.append(f"{pad}{name}:")
             _document(value, depth + 1, lines)

@@ -30,7 +30,7 @@ class ResourceError(FlowGrpoError):
 
 
 class CheckpointError(FlowGrpoError):
-    """A checkpoint is truncated, foreign, or made under another configuration."""
+    """A checkpoint is truncated, foreign, or made with other settings or inputs."""
 
 
 class DeadlineError(FlowGrpoError, TimeoutError):

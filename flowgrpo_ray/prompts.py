@@ -56,7 +56,7 @@ def load_prompts(uri: str | os.PathLike[str]) -> list[PromptRecord]:
         ConfigError: no such file, unknown suffix, no prompt in it, or a bad line; names the file and the line.
     """
     uri = os.fspath(uri)
-    location, uri = _location(uri), storage.display(uri)
+    location, uri = location_of(uri), storage.display(uri)
     suffix = os.path.splitext(storage.base_name(location))[1].lower()
     if suffix not in SUFFIXES:
         raise ConfigError(f"prompt file {uri} ends in {suffix or 'no suffix'!r}{nearest(suffix, SUFFIXES)}")
@@ -72,7 +72,7 @@ def load_prompts(uri: str | os.PathLike[str]) -> list[PromptRecord]:
     return records
 
 
-def _location(uri: str) -> str:
+def location_of(uri: str) -> str:
     """The path or URI to read: built-in names are looked up."""
     if not uri.startswith("builtin:"):
         return uri

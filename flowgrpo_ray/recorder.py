@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
-from flowgrpo_ray import checkpoint, claim, storage
+from flowgrpo_ray import checkpoint, claim, paths, resume, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
-from flowgrpo_ray.config import Config, result_tree, to_yaml
+from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.plan import StepPlan
 from flowgrpo_ray.samples import SampleWriter, png_grid, write_grid
 from flowgrpo_ray.trackers import TensorBoardLogger, WandbLogger
 from flowgrpo_ray.trajectory import GroupScores
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.inputs import Identity
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +33,38 @@ class Recorder:
         run_dir: URI of the run's folder.
         run_id: names the run on the wire and in its checkpoints; kept over resumes.
         resume_from: the checkpoint to go on from, or None.
+        notes: what a person should know of the resume, a sentence each.
+
+    Args:
+        identities: of the inputs, by key (`inputs.identify`); a resume compares them with the checkpoint's.
 
     Raises:
-        ConfigError: the folder is, or lies in, a file.
-        CheckpointError: the folder holds another run, a run under another configuration, or one that another process of
-            this machine is writing.
+        ConfigError: the folder is, or lies in, a file; or it is a relative path in a Ray job.
+        CheckpointError: the folder holds another run, a run with other settings or inputs (see `resume.check`), or one that
+            another process of this machine is writing.
         FlowGrpoError: rows of the run are damaged.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, identities: Mapping[str, Identity] | None = None) -> None:
+        self.config, self._identities = config, dict(identities or {})
+        paths.check_run_dir(config.run.dir)
         self.run_dir = storage.join(config.run.dir, config.run.name)
         storage.check_folder(self.run_dir)
         self._opened = False
         self._claim = claim.take(self.run_dir)  # before anything is read: what is read stays as it is
         try:
-            known = self._identity()
+            known, accepted = self._identity()
             # What is damaged is better known now than in the report at the end.
             has_rows = bool(known and any("stopped" not in row for row in read_metrics(self.run_dir)))
             self.resume_from = self._checkpoint(known, has_rows)
+            found = resume.check(self.resume_from, config, self._identities) if self.resume_from else resume.Resume()
         except BaseException:
             claim.release(self.run_dir, self._claim)
             raise
         self.run_id = known or uuid.uuid4().hex[:12]
         self.start_step = self.resume_from.step if self.resume_from else 0
+        self._accepted = resume.record(accepted, self.start_step, found)
+        self.notes = [*found.notes, *(f"accepted: {change}" for change in found.accepted)]
         state = self.resume_from.state if self.resume_from else {}
         self.totals: dict[str, float] = dict(state.get("totals", {}))
         self._wandb_run_id: str | None = state.get("wandb_run_id")
@@ -65,8 +76,11 @@ class Recorder:
         start leaves its folder as it was."""
         config, cut = self.config, self.start_step if self.resume_from else -1
         claim.check_held(self.run_dir, self._claim)
-        storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps({"run_id": self.run_id}).encode())
-        storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(config).encode())
+        run = {"run_id": self.run_id, "accepted_changes": self._accepted}
+        storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps(run).encode())
+        once = config.model_copy(deep=True)  # what a resume accepts, it accepts once
+        once.run.accept_changes, once.run.accept_changed_inputs = [], False
+        storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(once).encode())
         self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps)
         self._metrics.truncate(cut)
         self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps)
@@ -79,30 +93,28 @@ class Recorder:
                                       self._wandb_run_id)
             self._trackers.append(self._wandb)
 
-    def _identity(self) -> str | None:
-        """Run id of the folder, or None where it holds no run."""
+    def _identity(self) -> tuple[str | None, list[dict[str, Any]]]:
+        """Run id of the folder (None if it holds no run), and the changes that were accepted at earlier resumes."""
         uri = storage.join(self.run_dir, "run.json")
         if storage.size(uri) is None:
-            return None
+            return None, []
         if self.config.run.resume == "never":
             raise CheckpointError(f"{storage.display(self.run_dir)} already holds a run, and run.resume is never; choose "
                                   "another run.name, or run.resume=auto to go on with it")
         try:
-            return str(json.loads(storage.read_bytes(uri))["run_id"])
-        except (ValueError, KeyError, TypeError) as error:
+            run = json.loads(storage.read_bytes(uri))
+            return str(run["run_id"]), list(run.get("accepted_changes", []))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{storage.display(uri)} is damaged ({error}); choose another run.name") from None
 
     def _checkpoint(self, known: str | None, has_rows: bool) -> CheckpointInfo | None:
         info = checkpoint.latest(self.run_dir, known) if known else None
-        tree = self.config.model_dump(mode="json")
-        if info is not None:
-            checkpoint.check_compatible(info, self.config.result_hash(), run_id=known, config=tree)
-        elif self.config.run.resume == "must":
+        if info is None and self.config.run.resume == "must":
             raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
-        elif known:
+        if info is None and known:
             self._refuse_damaged(known)
             if has_rows:  # without, it ended before its first step did
-                self._refuse_other_config(tree)
+                resume.refuse_other_settings(self.run_dir, self.config)
         return info
 
     def _refuse_damaged(self, known: str) -> None:
@@ -112,15 +124,7 @@ class Recorder:
         for name in storage.list_dir(folder):
             uri = storage.join(folder, name)
             if storage.size(storage.join(uri, checkpoint.TOKEN)) is not None:
-                checkpoint.check_compatible(checkpoint.open_checkpoint(uri), self.config.result_hash(), run_id=known)
-
-    def _refuse_other_config(self, tree: dict[str, Any]) -> None:
-        """A folder with rows of another configuration and no checkpoint is somebody's work: do not write over it."""
-        uri = storage.join(self.run_dir, "config.yaml")
-        saved = yaml.safe_load(storage.read_bytes(uri)) if storage.size(uri) is not None else {}
-        if changes := checkpoint.diff_trees(result_tree(saved or {}), result_tree(tree)):
-            raise CheckpointError(f"{storage.display(self.run_dir)} holds a run under another configuration and no checkpoint "
-                                  "of it (saved -> now):\n  " + "\n  ".join(changes) + "\nchoose another run.name")
+                checkpoint.check_run(checkpoint.open_checkpoint(uri), known)
 
     def row(self, row: Row) -> Row:
         """Record a row of metrics."""
@@ -154,9 +158,10 @@ class Recorder:
     def commit(self, step: int, entries: list[FileEntry], totals: dict[str, float]) -> None:
         """Make a written checkpoint one, after everything that belongs before it is on disk."""
         self.flush()
-        state = {"totals": totals, "wandb_run_id": self._wandb.run_id if self._wandb else None}
+        state = {"totals": totals, "wandb_run_id": self._wandb.run_id if self._wandb else None,
+                 **resume.state_of(self.config, self._identities)}
         checkpoint.commit(self.checkpoint_uri(step), entries, state, run_id=self.run_id, step=step,
-                          result_hash=self.config.result_hash())
+                          result_hash=self.config.result_hash(self._identities))
         if self.config.checkpoint.keep:
             checkpoint.prune(self.run_dir, self.config.checkpoint.keep)
 

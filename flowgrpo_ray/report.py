@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,14 @@ def render(run_dir: str) -> str:
         sections=[(section, [chart for _, chart in found]) for section, found in groupby(drawn, key=lambda d: d[0])],
         trouble=any(section == "Trouble" for section, _ in drawn), rows=rows, grids=grids(run_dir),
         groups=newest_groups(table, rewards), rewards=rewards, last=last_values(rows),
-        config=storage.redact(config_text))
+        config=storage.redact(config_text), accepted=accepted_changes(run_dir))
+
+
+def accepted_changes(run_dir: str) -> list[dict[str, Any]]:
+    """What resumes changed, as `run.accept_changes` allowed: step, key, old and new value of each, from run.json."""
+    uri = storage.join(run_dir, "run.json")
+    run = json.loads(storage.read_bytes(uri)) if storage.size(uri) else {}
+    return run.get("accepted_changes", []) if isinstance(run, dict) else []
 
 
 @dataclass(frozen=True)

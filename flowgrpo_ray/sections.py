@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+# Marks of fields. `mark_of` says what a field decides, and so what may change when a run resumes:
+#   result          what is trained: fixed, unless run.accept_changes names it
+#   evaluation      what is measured: may change
+#   infrastructure  where and how the run runs: may change
+# A section has a mark, and its fields may carry another one.
+RESULT, EVALUATION, INFRASTRUCTURE = "result", "evaluation", "infrastructure"
+INPUT = "input"  # names a file, folder or model: at a resume its contents count, not its name
+PATH = "path"  # made absolute when the configuration is loaded
+PATH_OR_NAME = "path or name"  # the same, if it is a local path and not the name of a model
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,6 +25,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A part of the tree: unknown keys are errors, values are checked on assignment too."""
 
+    mark: ClassVar[str] = RESULT
     model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
@@ -27,9 +38,11 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     name: str = Field(
         "flowgrpo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run (letters, digits, . _ -)")
-    dir: str = Field("runs", description="Folder or pyarrow.fs URI (s3://, gs://); a run gets a folder of its name")
+    dir: Annotated[str, PATH] = Field(
+        "runs", description="Folder or pyarrow.fs URI (s3://, gs://), the same on every node; a run gets a folder of its name")
     steps: Positive = Field(100, description="Training steps in all, those before a resume included")
     resume: Literal["auto", "never", "must"] = Field(
         "auto", description="auto: go on from the newest checkpoint if there is one; must: fail without one; never: "
@@ -40,18 +53,26 @@ class RunConfig(Section):
     hub_timeout_s: float = Field(
         600.0, gt=0,
         description="Deadline of one download from the Hugging Face Hub, except by actors")
+    accept_changes: list[str] = Field(
+        [], description="Keys that may differ from the checkpoint resumed from, for example [train.learning_rate]")
+    accept_changed_inputs: bool = Field(
+        False, description="Resume although prompts, model or starting adapter have other contents than before")
+    grace_s: float = Field(
+        25.0, ge=0, description="Seconds that Ctrl-C or SIGTERM leave for a checkpoint of the last finished step; 0 = none")
 
 
 class ModelConfig(Section):
-    path: str = Field("builtin:tiny", description="Folder or hub name of a diffusers pipeline; builtin:tiny is shipped")
+    path: Annotated[str, INPUT, PATH_OR_NAME] = Field(
+        "builtin:tiny", description="Folder or hub name of a diffusers pipeline; builtin:tiny is shipped")
     family: Literal["auto", "sd3", "flux"] = Field("auto", description="Policy family; auto reads model_index.json")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the frozen base model")
-    revision: str | None = Field(None, description="Hub revision (branch, tag or commit)")
+    revision: Annotated[str | None, INPUT] = Field(None, description="Hub revision (branch, tag or commit)")
     variant: str | None = Field(None, description="Weight file variant, for example fp16")
     max_sequence_length: Positive | None = Field(
         None, description="Length of the T5 sequence; default is the family's own (SD3 256, FLUX 512)")
     use_t5: bool = Field(True, description="SD3: load the T5 encoder; without it the pipeline appends zeros")
-    offload_encoders: bool = Field(False, description="Keep text encoders in CPU memory between encode calls")
+    offload_encoders: Annotated[bool, INFRASTRUCTURE] = Field(
+        False, description="Keep text encoders in CPU memory between encode calls")
     cpu_threads: Positive = Field(1, description="torch threads of every actor process on CPU; bits depend on it")
 
 
@@ -59,12 +80,15 @@ class LoraSection(Section):
     rank: Positive | None = Field(None, description="LoRA rank r; default is the family's own (SD3 32, FLUX 64)")
     alpha: float | None = Field(None, gt=0, description="LoRA alpha; default 2 r")
     targets: list[str] | None = Field(None, description="Module name endings; default is the family's own")
-    init_from: str | None = Field(None, description="Folder of an adapter in diffusers format to start from")
+    init_from: Annotated[str | None, INPUT, PATH] = Field(
+        None, description="Folder of an adapter in diffusers format to start from")
 
 
 class DataConfig(Section):
-    train_prompts: str = Field("builtin:tiny/train.txt", description="Prompt file: .txt, .jsonl or .parquet")
-    eval_prompts: str | None = Field(None, description="Prompt file for evaluation; none = no evaluation")
+    train_prompts: Annotated[str, INPUT, PATH] = Field(
+        "builtin:tiny/train.txt", description="Prompt file: .txt, .jsonl or .parquet")
+    eval_prompts: Annotated[str | None, EVALUATION, INPUT, PATH] = Field(
+        None, description="Prompt file for evaluation; none = no evaluation")
     negative_prompt: str = Field("", description="Negative prompt of records that carry none (used with CFG)")
 
 
@@ -92,6 +116,7 @@ class SamplingConfig(Section):
 
 
 class EnvironmentConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     py_executable: str | None = Field(
         None, description="Python of another environment (same Ray version) that the reward's actors run in")
     pip: list[str] | None = Field(
@@ -103,14 +128,18 @@ class RewardConfig(Section):
     python: str | None = Field(None, description="One's own instead: module:function or module:Class")
     weight: float = Field(1.0, description="Weight in the sum (or in gdpo); 0 = monitor only, negative = minimise")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reward itself")
-    timeout_s: float = Field(120.0, gt=0, description="A longer scoring call has failed; its actor is replaced")
-    retries: NonNegative = Field(1, description="Times that the images of a failed batch are scored again one by one")
-    on_failure: Literal["mask", "drop_group", "fail"] = Field(
+    timeout_s: Annotated[float, INFRASTRUCTURE] = Field(
+        120.0, gt=0, description="A longer scoring call has failed; its actor is replaced")
+    retries: Annotated[NonNegative, INFRASTRUCTURE] = Field(
+        1, description="Times that the images of a failed batch are scored again one by one")
+    on_failure: Annotated[Literal["mask", "drop_group", "fail"], INFRASTRUCTURE] = Field(
         "mask", description="What a sample without a score does: it is masked, or its group is, or the run stops")
-    max_failure_rate: float = Field(
+    max_failure_rate: Annotated[float, INFRASTRUCTURE] = Field(
         0.5, ge=0, le=1, description="The run stops where more than this share of a step's images has no score")
-    every_steps: Positive = Field(1, description="Monitors (weight 0): scored in every so many steps only")
-    self_test: bool = Field(True, description="Score known pictures when an actor starts, and stop if the order is wrong")
+    every_steps: Annotated[Positive, EVALUATION] = Field(
+        1, description="Monitors (weight 0): scored in every so many steps only")
+    self_test: Annotated[bool, INFRASTRUCTURE] = Field(
+        True, description="Score known pictures when an actor starts, and stop if the order is wrong")
     environment: EnvironmentConfig = Field(
         default_factory=EnvironmentConfig, description="An environment of its own; default is that of the run")
 
@@ -152,21 +181,24 @@ class TrainConfig(Section):
     adam_eps: float = Field(1e-8, gt=0, description="AdamW eps")
     weight_decay: float = Field(1e-4, ge=0, description="AdamW weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
-    sharding: Literal["none", "full", "hybrid", "auto"] = Field(
+    sharding: Annotated[Literal["none", "full", "hybrid", "auto"], INFRASTRUCTURE] = Field(
         "auto", description="none: base on every rank, LoRA gradients all-reduced; full: FSDP2; hybrid: FSDP2 inside, "
         "replicas across shard_size; auto: none where the base fits")
-    shard_size: Positive | None = Field(None, description="hybrid: ranks that share one copy of the base")
-    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass")
-    ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+    shard_size: Annotated[Positive | None, INFRASTRUCTURE] = Field(
+        None, description="hybrid: ranks that share one copy of the base")
+    activation_checkpointing: Annotated[bool, INFRASTRUCTURE] = Field(
+        False, description="Recompute activations in the backward pass")
+    ratio_tolerance: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], INFRASTRUCTURE] = Field(
         "auto", description="Largest |log ratio| of the first update; auto: 0 on CPU fp32, else clip_low / 4")
     on_ratio_mismatch: Literal["stop", "recompute"] = Field(
         "stop", description="stop: refuse the update; recompute: the learner computes the old log-probs itself")
-    max_skipped_updates: NonNegative = Field(
+    max_skipped_updates: Annotated[NonNegative, INFRASTRUCTURE] = Field(
         10, description="Non-finite updates in a row that are skipped before the run stops")
     ema: EmaConfig = Field(default_factory=EmaConfig, description="Moving average of the adapter")
 
 
 class EvalConfig(Section):
+    mark: ClassVar[str] = EVALUATION
     every_steps: NonNegative = Field(0, description="Evaluate after every this many steps; 0 = only at start and end")
     at_start: bool = Field(True, description="Evaluate the starting adapter before step 1")
     at_end: bool = Field(True, description="Evaluate after the last step")
@@ -181,11 +213,13 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     every_steps: NonNegative = Field(10, description="Steps between checkpoints; 0 = only after the last step")
     keep: Positive | None = Field(None, description="Newest checkpoints to keep; default all")
 
 
 class PoolConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     replicas: Positive = Field(1, description="Actors in the pool")
     num_cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves per actor")
     num_gpus: float = Field(0.0, ge=0, description="GPUs per actor, fractions too; 0 = the actor works on CPU")
@@ -204,6 +238,7 @@ class LearnerPool(PoolConfig):
 
 
 class PoolsConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     placement: Literal["split", "colocated"] = Field(
         "split", description="split: rollout and learner actors apart; colocated: each learner rank samples too")
     connect_timeout_s: float = Field(
@@ -217,6 +252,7 @@ class PoolsConfig(Section):
 
 
 class LoggingConfig(Section):
+    mark: ClassVar[str] = INFRASTRUCTURE
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level")
     tensorboard: bool = Field(True, description="Write TensorBoard events")
     wandb_project: str | None = Field(None, description="Weights & Biases project; none = off")
@@ -224,3 +260,15 @@ class LoggingConfig(Section):
     live: bool = Field(True, description="Live view in a terminal (plain lines elsewhere)")
     flush_every_steps: Positive = Field(10, description="Steps per metric part file")
     samples: bool = Field(True, description="Record every sample's scores and advantage in Parquet")
+
+
+def mark_of(section: type[Section], name: str) -> str:
+    """What a field of a section decides: RESULT, EVALUATION or INFRASTRUCTURE; unknown fields count as RESULT."""
+    own = marks_of(section, name) & {RESULT, EVALUATION, INFRASTRUCTURE}
+    return own.pop() if own else section.mark if name in section.model_fields else RESULT
+
+
+def marks_of(section: type[Section], name: str) -> set[str]:
+    """The marks that a field itself carries."""
+    field = section.model_fields.get(name)
+    return {mark for mark in field.metadata if isinstance(mark, str)} if field is not None else set()

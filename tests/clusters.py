@@ -45,8 +45,10 @@ class Nodes:
         path = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(path)}
 
-    def start_head(self, num_cpus: int) -> None:
-        self._start("--head", "--port", self.address.split(":")[1], "--include-dashboard", "false",
+    def start_head(self, num_cpus: int, dashboard_port: int | None = None) -> None:
+        dashboard = (["--include-dashboard", "false"] if dashboard_port is None else
+                     ["--include-dashboard", "true", "--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)])
+        self._start("--head", "--port", self.address.split(":")[1], *dashboard,
                     "--ray-client-server-port", str(free_port()), "--num-cpus", str(num_cpus))
         self._logs = (self.folder / "ray" / "session_latest").resolve() / "logs"
 

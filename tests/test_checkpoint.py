@@ -4,13 +4,11 @@ import logging
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from flowgrpo_ray import checkpoint, storage
-from flowgrpo_ray.config import RUN_SECTIONS, Config
 from flowgrpo_ray.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("ieee_floats")
@@ -146,38 +144,9 @@ def test_foreign_run(tmp_path, caplog):
     make(run_dir, 1)
     info = make(run_dir, 2, run_id="run-b")
     with pytest.raises(CheckpointError, match="is of run 'run-b', not of run 'run-a'"):
-        checkpoint.check_compatible(info, info.result_hash, run_id="run-a")
+        checkpoint.check_run(info, "run-a")
     assert checkpoint.latest(run_dir, run_id="run-a").step == 1
     assert "step_2 is of run 'run-b'" in caplog.text
-
-
-def test_other_configuration_names_the_keys(run_dir):
-    old = Config(rewards={"ocr": {}})
-    new = Config(rewards={"ocr": {}}, train={"learning_rate": 1e-3}, run={"steps": 5},
-                 sampling={"window": {"range": [0, 5]}})
-    storage.write_bytes(storage.join(run_dir, "config.yaml"), yaml.safe_dump(old.model_dump(mode="json")).encode())
-    info = make(run_dir, 1, result_hash=old.result_hash())
-    checkpoint.check_compatible(info, old.result_hash(), run_id="run-a", config=old.model_dump())
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_compatible(info, new.result_hash(), config=new.model_dump())
-    text = str(caught.value)
-    assert "train.learning_rate: 0.0003 -> 0.001" in text
-    assert "sampling.window.range: None -> [0, 5]" in text
-    assert "run.steps" not in text and "group_size" not in text
-    with pytest.raises(CheckpointError, match="another configuration"):
-        checkpoint.check_compatible(info, new.result_hash())
-
-
-def test_sections_outside_the_hash_are_those_that_the_config_leaves_out():
-    base = Config(rewards={"ocr": {}})
-    other = {"run": {"steps": 7}, "model": {"dtype": "bfloat16"}, "lora": {"rank": 2}, "data": {"negative_prompt": "x"},
-             "sampling": {"noise_level": 0.5}, "rewards": {"ocr": {"weight": 2.0}}, "advantage": {"eps": 1e-3},
-             "loss": {"beta": 0.1}, "train": {"seed": 1}, "eval": {"seed": 1}, "checkpoint": {"keep": 3},
-             "pools": {"autoscaling": True}, "logging": {"live": False}}
-    assert set(other) == set(Config.model_fields)
-    same = {name for name, section in other.items()
-            if Config(**{"rewards": {"ocr": {}}, name: section}).result_hash() == base.result_hash()}
-    assert same == set(RUN_SECTIONS)
 
 
 def test_prune(run_dir):

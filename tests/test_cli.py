@@ -132,7 +132,7 @@ def test_lists_of_rewards_metrics_and_versions():
     (["train", "small.yaml", "model.path=builtin:tony"], 2, "did you mean builtin:tiny?"),
     (["config", "small.yaml", "loss.bta=1"], 2, "did you mean loss.beta?"),
     (["rewards", "ocrr"], 2, "did you mean ocr?"),
-    (["eval", "small.yaml", "--checkpoint", "latest"], 2, "no run directory at runs/small"),
+    (["eval", "small.yaml", "--checkpoint", "latest"], 2, "/runs/small"),
     (["eval", "small.yaml", "--checkpoint", "1", "--adapter", "x"], 2, "give one of them"),
     (["eval", "small.yaml", "--adapter", "adapterz"], 2, "/adapters?"),
     (["eval", "small.yaml", "--ema"], 2, "--checkpoint latest"),

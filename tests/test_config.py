@@ -214,10 +214,11 @@ def test_errors_are_for_users_and_values():
 
 # The hash -------------------------------------------------------------------------------------------------------------
 
-def test_hash_leaves_out_where_and_how_it_runs():
+def test_hash_leaves_out_where_and_how_it_runs_and_what_is_measured():
     plain = load(None, [OCR]).result_hash()
     for override in ("run.name=other", "run.steps=7", "pools.rollout.replicas=5", "pools.placement=colocated",
-                     "logging.level=debug", "checkpoint.every_steps=3", "pools.reward.ocr.num_gpus=0.5"):
+                     "logging.level=debug", "checkpoint.every_steps=3", "pools.reward.ocr.num_gpus=0.5", "eval.seed=1",
+                     "eval.every_steps=3", "data.eval_prompts=x.txt", "train.ratio_tolerance=1", "train.sharding=none"):
         assert load(None, [OCR, override]).result_hash() == plain, override
     assert len(plain) == 64
 
@@ -247,7 +248,7 @@ def test_hash_feels_options_of_the_same_name_that_another_reward_scores_by():
      "sampling.noise_level=0.8", "model.dtype=bfloat16", "model.cpu_threads=2", "lora.rank=4",
      "data.negative_prompt=x", "rewards.ocr.weight=2", "rewards.ocr.options={a: 1}",
      "rewards.jpeg_compressibility.weight=0.5",
-     "advantage.std=none", "loss.beta=0.1", "train.ema.decay=0.5", "eval.seed=1", "sampling.window.size=2"])
+     "advantage.std=none", "loss.beta=0.1", "train.ema.decay=0.5", "sampling.window.size=2"])
 def test_hash_feels_whatever_can_change_the_result(override):
     assert load(None, [OCR, override]).result_hash() != load(None, [OCR]).result_hash()
 

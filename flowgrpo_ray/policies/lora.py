@@ -217,7 +217,7 @@ def load_adapter(directory: str | Path) -> tuple[dict[str, np.ndarray], LoraSett
     """
     from safetensors import SafetensorError, safe_open
 
-    file = _adapter_file(Path(directory))
+    file = adapter_file(Path(directory))
     try:
         with safe_open(str(file), framework="pt", device="cpu") as stored:
             header = stored.metadata() or {}
@@ -261,7 +261,8 @@ def _settings_of(arrays: Mapping[str, np.ndarray], metadata: dict[str, Any], fil
     return LoraSettings(rank, alpha, tuple(sorted(layers)))
 
 
-def _adapter_file(path: Path) -> Path:
+def adapter_file(path: Path) -> Path:
+    """The weight file of an adapter: a folder's, or the path itself; raises ConfigError where there is none."""
     path = path.expanduser()
     if path.is_file():
         return path

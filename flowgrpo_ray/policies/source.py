@@ -173,6 +173,17 @@ def _read_index(model: ModelConfig) -> tuple[str, str, bool]:
     return path, _fetch(model, INDEX_NAME), False
 
 
+def hub_commit(model: ModelConfig) -> str:
+    """The commit that a hub model's revision (default: main) is now; raises ConfigError as `check_model` does."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def cached() -> str | None:
+        file = try_to_load_from_cache(model.path, INDEX_NAME, revision=model.revision)
+        return Path(file).parent.name if isinstance(file, str) else None  # <cache>/snapshots/<commit>/model_index.json
+
+    return cached() or (_fetch(model, INDEX_NAME) and cached()) or str(model.revision or "main")
+
+
 def _nested(folder: Path) -> str:
     """Points at a pipeline one level up or down, the usual slip."""
     if (folder.parent / INDEX_NAME).is_file():

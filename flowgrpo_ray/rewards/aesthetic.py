@@ -31,7 +31,7 @@ class Aesthetic(ClipReward):
     description: ClassVar[str] = "Mean rating that people would give the image (LAION predictor on CLIP), about 1 to 10"
     options: ClassVar[dict[str, Option]] = model_options(VIT_L, None) | {
         "head": Option("trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth",
-                       "The predictor's weights: a .pth or .safetensors file, or OWNER/REPO/FILE on the hub")}
+                       "The predictor's weights: a .pth or .safetensors file, or OWNER/REPO/FILE on the hub", path=True)}
     reads_text: ClassVar[bool] = False
 
     def _load(self) -> Clip:

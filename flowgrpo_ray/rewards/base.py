@@ -37,7 +37,7 @@ class Option:
     `choices`, where given, are all the values it can take. Otherwise the value is of `kind`; None is right only where
     it is the default. `minimum` and `maximum` are the smallest and the largest number. Numbers are finite, but for a
     default that is not. `infrastructure`: it says where and how a server is asked. No score depends on it, so it may change
-    when a run goes on.
+    when a run resumes. `path`: a local path, or the name of a model; a path is made absolute when the configuration is loaded.
     """
 
     default: Any
@@ -47,6 +47,7 @@ class Option:
     minimum: float | None = None
     maximum: float | None = None
     infrastructure: bool = False
+    path: bool = False
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, or None."""

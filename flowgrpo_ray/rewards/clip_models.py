@@ -36,8 +36,9 @@ def model_options(model: str, processor: str | None) -> dict[str, Option]:
     """Options of a reward around a CLIPModel in transformers' layout, with these defaults."""
     files = "preprocessor_config.json and the tokenizer"
     return {
-        "model": Option(model, "Folder or hub name of a CLIPModel in transformers' layout"),
-        "processor": Option(processor, f"Folder or hub name of {files}" + ("" if processor else "; default is the model's")),
+        "model": Option(model, "Folder or hub name of a CLIPModel in transformers' layout", path=True),
+        "processor": Option(processor, f"Folder or hub name of {files}" + ("" if processor else "; default is the model's"),
+                            path=True),
         "revision": Option(None, "Hub revision of `model` (branch, tag or commit)"),
         **LOCAL_OPTIONS,
     }

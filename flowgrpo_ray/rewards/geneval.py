@@ -45,11 +45,13 @@ class GenEval(Reward):
     licence: ClassVar[str] = "rules MIT (GenEval); Mask2Former and CLIP weights MIT"
     description: ClassVar[str] = "Objects, counts, colours and positions of a GenEval prompt (monitor: all right)"
     options: ClassVar[dict[str, Option]] = {
-        "detector": Option(None, f"Score here: folder or hub name of a detector of transformers, for example {DETECTOR}"),
+        "detector": Option(None, f"Score here: folder or hub name of a detector of transformers, for example {DETECTOR}",
+                           path=True),
         "grading": Option("flow_grpo", "With detector: flow_grpo, graded as Flow-GRPO's reward server does, below 0 for counts "
                           "that are far off; or geneval, the benchmark's own, 1 where all is right, else 0",
                           choices=("flow_grpo", "geneval")),
-        "clip": Option("openai/clip-vit-large-patch14", "With detector: folder or hub name of the CLIP that names colours"),
+        "clip": Option("openai/clip-vit-large-patch14", "With detector: folder or hub name of the CLIP that names colours",
+                       path=True),
         "revision": Option(None, "With detector: its hub revision"),
         "class_names": Option({}, "With detector: its names for the prompts' classes, for example {tv: television}", kind=dict),
         **REMOTE_OPTIONS,

@@ -73,10 +73,11 @@ class ImageReward(Reward):
     batch_invariant: ClassVar[bool] = True
     description: ClassVar[str] = "What people prefer for a prompt (ImageReward v1.0), normalised; about -2 to 2"
     options: ClassVar[dict[str, Option]] = {
-        "weights": Option("THUDM/ImageReward/ImageReward.pt", "A .pt or .safetensors file, or OWNER/REPO/FILE on the hub"),
+        "weights": Option("THUDM/ImageReward/ImageReward.pt", "A .pt or .safetensors file, or OWNER/REPO/FILE on the hub",
+                          path=True),
         "med_config": Option(None, "Configuration of the text encoder: a file, or OWNER/REPO/FILE on the hub; default is "
-                             "med_config.json beside the weights"),
-        "tokenizer": Option("bert-base-uncased", "Folder or hub name of the tokenizer"),
+                             "med_config.json beside the weights", path=True),
+        "tokenizer": Option("bert-base-uncased", "Folder or hub name of the tokenizer", path=True),
         **LOCAL_OPTIONS,
     }
 

@@ -91,8 +91,9 @@ class OcrReward(Reward):
                              "full mode: lines of one image per pass, default 6", kind=int, minimum=1),
         "width": Option(None, "Recognition mode: width in pixels that images are scaled to at height 48; default keeps "
                         "their shape", kind=int, minimum=16, maximum=4096),
-        "det_model_dir": Option(None, "Full mode: PaddleOCR detection model (inference.onnx and inference.yml)"),
-        "rec_model_dir": Option(None, "PaddleOCR recognition model (inference.onnx and inference.yml)"),
+        "det_model_dir": Option(None, "Full mode: PaddleOCR detection model (inference.onnx and inference.yml)",
+                                path=True),
+        "rec_model_dir": Option(None, "PaddleOCR recognition model (inference.onnx and inference.yml)", path=True),
     }
 
     def __init__(self, **options: Any) -> None:

@@ -1,0 +1,71 @@
+"""Paths of a configuration: made absolute once, where the command runs; every actor has a working directory of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.rewards import reward_class
+from flowgrpo_ray.sections import PATH, PATH_OR_NAME, RewardConfig, Section, marks_of
+
+
+def in_ray_job() -> bool:
+    """Whether this process is the driver of a submitted Ray job, whose working directory Ray deletes after the job."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ  # set by Ray's job manager, for the driver alone
+
+
+def absolute(path: str) -> str:
+    """A local path made absolute; URIs and `builtin:` names stay as they are."""
+    return path if "://" in path or path.startswith("builtin:") else os.path.abspath(os.path.expanduser(path))
+
+
+def absolute_unless_name(path: str) -> str:
+    """The same for what may also be the name of a model: a path starts with /, . or ~, or something is there."""
+    is_path = path.startswith(("/", ".", "~")) or Path(path).exists()
+    return absolute(path) if is_path else path
+
+
+def make_absolute(section: Section) -> None:
+    """Make the paths of a configuration absolute, in place.
+
+    In a Ray job a relative `run.dir` stays as it is: no folder of the job outlives it, so `check_run_dir` rejects it.
+    """
+    for name in type(section).model_fields:
+        value, marks = getattr(section, name), marks_of(type(section), name)
+        if isinstance(value, Section):
+            make_absolute(value)
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                if isinstance(child, RewardConfig):
+                    child.options = _options(child.spec(key), child.options)
+        elif isinstance(value, str) and not ((type(section).__name__, name) == ("RunConfig", "dir") and in_ray_job()):
+            if PATH in marks:
+                setattr(section, name, absolute(value))
+            elif PATH_OR_NAME in marks:
+                setattr(section, name, absolute_unless_name(value))
+
+
+def _options(reward: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    known = options_of(reward) if any(isinstance(value, str) for value in options.values()) else {}
+    return {key: absolute_unless_name(value) if isinstance(value, str) and key in known and known[key].path else value
+            for key, value in options.items()}
+
+
+def options_of(reward: str) -> Mapping[str, Any]:
+    """The options of a reward; none for code of your own that is not in this environment."""
+    try:
+        return reward_class(reward).options
+    except ConfigError:
+        return {}
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise ConfigError for a relative `run.dir`, which only a Ray job leaves relative."""
+    if "://" not in run_dir and not os.path.isabs(run_dir):
+        raise ConfigError(
+            f"run.dir is {run_dir!r}, a path in the working directory of this Ray job, which Ray deletes: the run would be "
+            "lost. Give a place that outlives the job: run.dir=s3://BUCKET/runs, run.dir=gs://BUCKET/runs, or the absolute "
+            "path of a volume that is mounted on every node")
