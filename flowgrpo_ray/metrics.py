@@ -81,6 +81,7 @@ METRICS: tuple[Metric, ...] = (
     _g("first_update_log_ratio_max", "1", "Largest |log ratio| before the first update; 0 = the sampler's own policy"),
     _g("grad_norm", "1", "Gradient norm before clipping, mean over updates"),
     _g("grad_rms_over_adam_eps", "1", "Root mean square of the gradient over AdamW's eps; near 1 eps shrinks the step"),
+    _g("loss_scale", "1", "What the loss of the last update was multiplied by; 1 unless model.dtype is float16"),
     _g("adapter_delta_norm", "1", "Norm of the change that the step made to the adapter"),
     _g("adapter_norm", "1", "Norm of the adapter"),
     _g("learning_rate", "1", "AdamW learning rate"),

@@ -203,7 +203,7 @@ def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[in
 def updates_row(updates: list[Row]) -> Row:
     """One row from the updates of a step: counts add up, totals are the last, the gate is the first's, the rest means."""
     summed = {"valid_samples", "masked_samples", "nonzero_advantages"}
-    last = {"updates", "skipped_updates", "idle_updates", "ema_decay"}
+    last = {"updates", "skipped_updates", "idle_updates", "ema_decay", "loss_scale"}
     first = {"first_update_log_ratio_max"}
     row: Row = {}
     for key in updates[0].keys() - {"seconds", "cpu_seconds"}:

@@ -65,7 +65,8 @@ class ModelConfig(Section):
     path: Annotated[str, INPUT, PATH_OR_NAME] = Field(
         "builtin:tiny", description="Folder or hub name of a diffusers pipeline; builtin:tiny is shipped")
     family: Literal["auto", "sd3", "flux"] = Field("auto", description="Policy family; auto reads model_index.json")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of the frozen base model")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Dtype of the frozen base model; float16 is trained with a loss scale")
     revision: Annotated[str | None, INPUT] = Field(None, description="Hub revision (branch, tag or commit)")
     variant: str | None = Field(None, description="Weight file variant, for example fp16")
     max_sequence_length: Positive | None = Field(

@@ -181,7 +181,7 @@ class Reference:
 
 
 SUMS = ("valid_samples", "masked_samples", "nonzero_advantages")
-TOTALS = ("updates", "skipped_updates", "idle_updates", "ema_decay")
+TOTALS = ("updates", "skipped_updates", "idle_updates", "ema_decay", "loss_scale")
 
 
 def merged(updates: list[Row]) -> Row:

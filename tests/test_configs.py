@@ -23,7 +23,7 @@ SD3 = {
     "train.betas": (0.9, 0.999), "train.adam_eps": 1e-8, "train.weight_decay": 1e-4, "train.max_grad_norm": 1.0,
     "train.ema.enabled": True, "train.ema.decay": 0.9, "train.ema.every_updates": 8, "eval.num_steps": 40,
     "eval.guidance_scale": 4.5, "eval.every_steps": 60, "lora.rank": 32, "lora.alpha": 64, "rewards": {"ocr": 1.0},
-    "model.path": "stabilityai/stable-diffusion-3.5-medium", "model.dtype": "float16",
+    "model.path": "stabilityai/stable-diffusion-3.5-medium", "model.dtype": "bfloat16",
 }
 RECIPES = {
     "sd35_medium_ocr.yaml": SD3 | {"sampling.groups_per_step": 48, "sampling.group_size": 24, "images_per_update": 576},

@@ -19,6 +19,7 @@ from flowgrpo_ray.learning import losses, parallel
 from flowgrpo_ray.learning.advantages import History, needs_whole_step, step_advantages
 from flowgrpo_ray.learning.diagnostics import Diagnostics
 from flowgrpo_ray.learning.ema import Ema
+from flowgrpo_ray.learning.loss_scale import LossScale
 from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
@@ -50,6 +51,8 @@ class Learner:
             list(self.parameters.values()), lr=t.learning_rate, betas=t.betas, eps=t.adam_eps,
             weight_decay=t.weight_decay)
         self.ema = Ema(self.parameters, decay=t.ema.decay, every_updates=t.ema.every_updates) if t.ema.enabled else None
+        self.loss_scale = LossScale(
+            policy.dtype, math.prod(policy.latent_shape(config.sampling.height, config.sampling.width)))
         self.history = History() if config.advantage.baseline == "history" else None
         self.counters = {"updates": 0, "skipped_updates": 0, "idle_updates": 0, "skipped_in_a_row": 0}
         self._exported: Arrays | None = None
@@ -103,7 +106,7 @@ class Learner:
             self._sums.add_samples(valid, advantages, work.weight)
             for j in range(group.window[1]):
                 loss = self._loss(batch, j, advantages, valid, work)
-                loss.backward()
+                (loss * self.loss_scale.value).backward()
         return {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds,
                 "peak_memory": devices.peak_memory_bytes(self.policy.device)}
 
@@ -176,7 +179,7 @@ class Learner:
             RatioError: the first update's largest |log ratio| is above the tolerance.
             FlowGrpoError: too many non-finite updates in a row.
         """
-        t, params = self.config.train, list(self.parameters.values())
+        t, params, scale = self.config.train, list(self.parameters.values()), self.loss_scale.value
         with devices.Stopwatch(self.policy.device) as watch:
             metrics = self._sums.reduce(self.world_size)
             if self._update == 0:
@@ -191,7 +194,7 @@ class Learner:
         metrics["loss"] = metrics["policy_loss"] + self.config.loss.beta * metrics["kl"]
         rms = norm / math.sqrt(sum(p.numel() for p in params))
         metrics |= {"grad_norm": norm, "grad_rms_over_adam_eps": rms / t.adam_eps, "learning_rate": t.learning_rate,
-                    "seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+                    "loss_scale": scale, "seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
         metrics |= {key: self.counters[key] for key in ("updates", "skipped_updates", "idle_updates")}
         if self.ema is not None:
             metrics["ema_decay"] = self.ema.decay_at(max(self.counters["updates"] - 1, 0))
@@ -202,8 +205,9 @@ class Learner:
     def _step(self, params: list[torch.nn.Parameter], count: float) -> float:
         """Divide the summed gradients, clip, and step where they are finite. Returns the norm before clipping."""
         for p in params:
-            p.grad.div_(count)
+            p.grad.div_(self.loss_scale.value).div_(count)
         norm = float(parallel.whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm)))
+        self.loss_scale.update(math.isfinite(norm))
         if math.isfinite(norm):
             self.optimizer.step()
             if self.ema is not None:
@@ -272,7 +276,8 @@ class Learner:
             for name, value in self.optimizer.state.get(p, {}).items():
                 moments[f"{key}/{name}"] = _numpy(parallel.whole(value).float())
         tensors = {"adapter": self.adapter(), "ema": self.ema_adapter(), "optimizer": moments}
-        return tensors, {**self.counters, "history": self.history.state_dict() if self.history else None}
+        return tensors, {**self.counters, "history": self.history.state_dict() if self.history else None,
+                         "loss_scale": self.loss_scale.state_dict()}
 
     def load_state(self, tensors: dict[str, Arrays], counters: dict) -> None:
         """Undo of `state`, bit for bit.
@@ -293,6 +298,7 @@ class Learner:
                 parallel.assign(self.ema.shadow[key], torch.from_numpy(np.array(tensors["ema"][key])))
         self._load_moments(tensors["optimizer"])
         self.counters = {key: int(counters[key]) for key in self.counters}
+        self.loss_scale.load_state_dict(counters.get("loss_scale"))
         if self.history is not None and counters["history"] is not None:
             self.history.load_state_dict(counters["history"])
 
