@@ -44,6 +44,7 @@ class LearnerMethods:
         *trajectories: Trajectory,
     ) -> dict[str, float]:
         """`scores`: those of complete groups that the rank has not been told yet."""
+        devices.reset_peak_memory(self.learner.policy.device)
         self.learner.add_scores(scores)
         return self.learner.accumulate(work, negative, conditioning, *trajectories)
 

@@ -33,6 +33,7 @@ class SamplingMethods:
         self, request: SampleRequest, negative: Arrays | None, *conditionings: Arrays
     ) -> tuple[SampleMeta, np.ndarray, Trajectory]:
         """One shard: metadata, images and trajectory as three returns, so that each goes its own way."""
+        devices.reset_peak_memory(self.sampler.policy.device)  # the learner may share the process: a peak is a call's
         return self.sampler.sample(request, negative, *conditionings)
 
     def ready(self) -> int:

@@ -45,6 +45,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin again with what is allocated now; nothing to do on CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def free_memory_bytes(device: torch.device) -> int | None:
     """Free GPU memory; None on CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -110,7 +110,8 @@ METRICS: tuple[Metric, ...] = (
     _g("busy_share", "1", "Share of the step in which the actors of a role worked (rollout, reward, learner)", "role",
        machine=True),
     _g("pool_actors", "actors", "Actors alive in a pool", "pool", machine=True),
-    _g("peak_memory", "bytes", "Largest accelerator memory of a role's actors", "role", machine=True),
+    _g("peak_memory", "bytes", "Largest accelerator memory in the step of a sampling call (rollout) or a "
+       "forward and backward pass (learner), the model included; absent on CPU", "role", machine=True),
     _g("trajectory_bytes", "bytes", "Bytes of the step's trajectories on the wire"),
     _g("adapter_bytes", "bytes", "Bytes of one weight sync to one actor"),
     *(_g(f"time_{phase}", "s", text, machine=True) for phase, text in {

@@ -24,6 +24,7 @@ from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import changed_tensors
+from flowgrpo_ray.sampling.kernels import Transition
 from flowgrpo_ray.sampling.sampler import build_conditioning, kernel_of, step_noise, transition_at
 from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory, from_wire
 
@@ -128,21 +129,9 @@ class Learner:
         """Sum over the shard's valid samples at window step j, and the step's diagnostics."""
         c = self.config.loss
         velocity, transition = batch.forward(self, j)
-        x_next = batch.latents[j + 1]
-        new, old = transition.log_prob(x_next), batch.log_probs[:, j]
-        gate = (new.detach() - old).abs().max()
-        mean_old = None
-        if self.config.train.on_ratio_mismatch == "recompute":
-            old, mean_old = ((new.detach(), transition.mean.detach()) if self._update == 0
-                             else self._recomputed[(work.shard.group, work.shard.shard)][j])
+        new, old, gate = self._compared(batch, j, transition, work)
         scale = 1.0
         if c.ratio_norm:
-            if mean_old is None:
-                noise = batch.noise(j).to(x_next.device)
-                mean_old = x_next - transition.std * noise
-            else:
-                noise = (x_next - mean_old) / transition.std
-            new, old = losses.ratio_norm_log_ratio(noise, transition.mean, mean_old), torch.zeros_like(old)
             scale = 1.0 / -(batch.sigmas[batch.window[0] + j + 1] - batch.sigmas[batch.window[0] + j]).item()
         policy_loss = losses.clipped_surrogate(new, old, advantages, c.clip_low, c.clip_high) * scale
         total, kl = policy_loss, torch.zeros_like(policy_loss)
@@ -154,6 +143,29 @@ class Learner:
         self._sums.add_step(j, new.detach() - old, policy_loss.detach(), kl.detach(), valid, work.weight,
                             gate if self._update == 0 else torch.zeros_like(gate), c.clip_low, c.clip_high)
         return (torch.where(valid, total, torch.zeros_like(total)) * work.weight).sum()
+
+    def _compared(
+        self, batch: _Batch, j: int, transition: Transition, work: RankShard
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(new, old, gate): new - old [m] is the log ratio that the loss uses, and the gate is the largest |log ratio|,
+        in the same measure, of the learner's policy to the sampler's."""
+        x_next = batch.latents[j + 1]
+        new, old = transition.log_prob(x_next), batch.log_probs[:, j]
+        own_mean, difference = None, (new.detach() - old).abs()
+        if self.config.train.on_ratio_mismatch == "recompute":
+            old, own_mean = ((new.detach(), transition.mean.detach()) if self._update == 0
+                             else self._recomputed[(work.shard.group, work.shard.shard)][j])
+        if not self.config.loss.ratio_norm:
+            return new, old, difference.max()
+        noise = batch.noise(j).to(x_next.device)
+        new = losses.ratio_norm_log_ratio(noise, transition.mean, x_next - transition.std * noise)
+        # The sampler's mean is made again from x', which rounds: log-probs that are equal to the last bit count as
+        # equal, and one that is not finite is none.
+        measured = difference.isfinite() & (difference > 0)
+        gate = torch.where(measured, new.detach().abs(), difference).max()
+        if own_mean is not None:
+            new = losses.ratio_norm_log_ratio((x_next - own_mean) / transition.std, transition.mean, own_mean)
+        return new, torch.zeros_like(old), gate
 
     def _batch(self, work: RankShard, negative: Arrays | None, conditioning: Arrays,
                trajectories: tuple[Trajectory, ...]) -> _Batch:

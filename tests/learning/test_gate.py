@@ -76,9 +76,10 @@ def test_a_masked_sample_counts_for_the_check(bench):
         run_update(learner, plan, scores)
 
 
+@pytest.mark.parametrize("ratio_norm", [False, True])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_log_prob_that_is_no_number_is_noticed_at_any_tolerance(bench, value):
-    learner, plan, data = bench.start(configuration(train={"ratio_tolerance": 1e6}))
+def test_a_log_prob_that_is_no_number_is_noticed_at_any_tolerance(bench, value, ratio_norm):
+    learner, plan, data = bench.start(configuration(train={"ratio_tolerance": 1e6}, loss={"ratio_norm": ratio_norm}))
     log_probs = data.trajectories[0][0].log_probs.copy()
     log_probs[0, 0] = value
     odd = [replace(data.trajectories[0][0], log_probs=log_probs), data.trajectories[0][1]]
@@ -93,6 +94,34 @@ def test_a_tolerance_lets_small_differences_pass(bench):
     metrics, found = run_update(learner, plan, data)
     assert 0 < metrics["first_update_log_ratio_max"] < 0.5
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["stop", "recompute"])
+def test_with_ratio_norm_the_check_measures_the_ratio_of_the_loss(bench, mode):
+    """mean(eps (mean_new - mean_old)), against which the clip range is set, and not the difference of log-probs."""
+    config = configuration(train={"ratio_tolerance": 0.5, "on_ratio_mismatch": mode}, loss={"ratio_norm": True})
+    learner, plan, data = bench.start(config)
+    lora.write_state(bench.policy, shifted(bench, 1e-3))
+    ratios: list[float] = []
+    formula.gradients(config, bench.policy, plan, data, base=bench.base, ratios=ratios)
+    largest = max(abs(np.log(ratio)) for ratio in ratios)
+    plain, _, _ = bench.start(configuration(train={"ratio_tolerance": 0.5}))
+    lora.write_state(bench.policy, shifted(bench, 1e-3))
+    log_probs = run_update(plain, plan, data)[0]["first_update_log_ratio_max"]
+    lora.write_state(bench.policy, shifted(bench, 1e-3))
+    found = run_update(learner, plan, data)[0]["first_update_log_ratio_max"]
+    assert found == pytest.approx(largest, rel=1e-3)
+    assert abs(found - log_probs) > 0.2 * found
+
+
+def test_with_ratio_norm_other_weights_are_noticed_exactly_on_cpu(bench):
+    learner, plan, data = bench.start(configuration(loss={"ratio_norm": True}))
+    assert learner.ratio_tolerance == 0.0
+    assert run_update(learner, plan, data)[0]["first_update_log_ratio_max"] == 0.0
+    learner, plan, data = bench.start(configuration(loss={"ratio_norm": True}))
+    lora.write_state(bench.policy, shifted(bench, 1e-5))
+    with pytest.raises(RatioError):
+        run_update(learner, plan, data)
 
 
 def test_only_the_first_update_of_a_step_is_checked(bench):
