@@ -392,6 +392,7 @@ class Controller:
     def _totals(self) -> Row:
         before = self.recorder.totals
         totals: Row = {"late_answers_dropped": sum(pool.count_late_answers() for pool in self.pools),
+                       "trackers_dropped": len(self.recorder.trackers.dropped),
                        "time_total": time.perf_counter() - self._started}
         for name in self.rewards:
             totals[f"scoring_retries/{name}"] = self.scoring.counts[f"retries/{name}"]

@@ -16,7 +16,7 @@ from actors import head
 from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked
-from flowgrpo_ray import waiting
+from flowgrpo_ray import trackers, waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.inputs import identify, pin_model
@@ -73,6 +73,7 @@ def train(
         FlowGrpoError: with all that a user needs to act on.
     """
     waiting.set_limits(config)
+    trackers.check(config.logging)
     inputs = check(config)
     pin_model(config)
     recorder = Recorder(config, identify(config))

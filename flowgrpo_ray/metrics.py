@@ -99,6 +99,7 @@ METRICS: tuple[Metric, ...] = (
     _g("stopped", "1", "1: the run stopped in this step, and the row holds counts alone", machine=True),
     _c("scoring_failures", "samples", "Samples that have no score after all retries", "reward", machine=True),
     _c("scoring_retries", "batches", "Failed batches that were scored again one by one", "reward", machine=True),
+    _c("trackers_dropped", "trackers", "Trackers that failed and were left out", machine=True),
     _c("late_answers_dropped", "answers", "Answers that came after their deadline", machine=True),
     _c("timeouts", "calls", "Calls that passed their deadline", "pool", machine=True),
     _c("failed_starts", "actors", "Replaced actors that could not start and were tried again", "pool", machine=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.plan import StepPlan
 from flowgrpo_ray.samples import SampleWriter, png_grid, write_grid
-from flowgrpo_ray.trackers import TensorBoardLogger, WandbLogger
+from flowgrpo_ray.trackers import TensorBoardLogger, Trackers, WandbLogger
 from flowgrpo_ray.trajectory import GroupScores
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class Recorder:
         state = self.resume_from.state if self.resume_from else {}
         self.totals: dict[str, float] = dict(state.get("totals", {}))
         self._wandb_run_id: str | None = state.get("wandb_run_id")
-        self._trackers: list[Any] = []
-        self._wandb: WandbLogger | None = None
+        self.trackers = Trackers(config.logging.tracker_timeout_s)
 
     def open(self) -> None:
         """Write the run's identity and cut rows beyond the checkpoint. Called once the actors are up: a run that could not
@@ -86,12 +86,19 @@ class Recorder:
         self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps)
         self._samples.truncate(cut)
         self._opened = True
-        if config.logging.tensorboard:
-            self._trackers.append(TensorBoardLogger(self.run_dir, self.start_step if self.resume_from else None))
-        if config.logging.wandb_project:
-            self._wandb = WandbLogger(config.logging.wandb_project, config.run.name, config.model_dump(mode="json"),
-                                      self._wandb_run_id)
-            self._trackers.append(self._wandb)
+        self._start_trackers()
+
+    def _start_trackers(self) -> None:
+        run, logging = self.config.run, self.config.logging
+        if logging.tensorboard:
+            resumed = self.start_step if self.resume_from else None
+            self.trackers.start("TensorBoard", lambda: TensorBoardLogger(self.run_dir, resumed))
+        if logging.wandb_project:
+            self._wandb_run_id = run_id = self._wandb_run_id or uuid.uuid4().hex[:8]
+            local = None if os.environ.get("WANDB_DIR") else storage.local_path(self.run_dir)
+            tree = self.config.model_dump(mode="json")
+            self.trackers.start("W&B", lambda: WandbLogger(
+                logging.wandb_project, run.name, tree, run_id, directory=local and str(local)))
 
     def _identity(self) -> tuple[str | None, list[dict[str, Any]]]:
         """Run id of the folder (None if it holds no run), and the changes that were accepted at earlier resumes."""
@@ -129,8 +136,7 @@ class Recorder:
     def row(self, row: Row) -> Row:
         """Record a row of metrics."""
         clean = self._metrics.append(row)
-        for tracker in self._trackers:
-            tracker.log(clean)
+        self.trackers.log(clean)
         return clean
 
     def samples(self, step: int, plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> None:
@@ -148,8 +154,8 @@ class Recorder:
         if not pngs:
             return None
         uri = write_grid(self.run_dir, weights, step, pngs, captions=captions)
-        for tracker in self._trackers:
-            tracker.log_image(f"samples/{weights}", png_grid(pngs, captions=captions), step)
+        if self.trackers:
+            self.trackers.log_image(f"samples/{weights}", png_grid(pngs, captions=captions), step)
         return uri
 
     def checkpoint_uri(self, step: int) -> str:
@@ -158,7 +164,7 @@ class Recorder:
     def commit(self, step: int, entries: list[FileEntry], totals: dict[str, float]) -> None:
         """Make a written checkpoint one, after everything that belongs before it is on disk."""
         self.flush()
-        state = {"totals": totals, "wandb_run_id": self._wandb.run_id if self._wandb else None,
+        state = {"totals": totals, "wandb_run_id": self._wandb_run_id,
                  **resume.state_of(self.config, self._identities)}
         checkpoint.commit(self.checkpoint_uri(step), entries, state, run_id=self.run_id, step=step,
                           result_hash=self.config.result_hash(self._identities))
@@ -170,8 +176,7 @@ class Recorder:
         claim.check_held(self.run_dir, self._claim)
         self._metrics.flush()
         self._samples.flush()
-        for tracker in self._trackers:
-            tracker.flush()
+        self.trackers.flush()
 
     def close(self) -> None:
         if not self._opened:
@@ -181,8 +186,7 @@ class Recorder:
             self.flush()
             claim.release(self.run_dir, self._claim)
         finally:
-            for tracker in self._trackers:
-                tracker.close()
+            self.trackers.close()
 
 
 def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> Row:

@@ -257,6 +257,8 @@ class LoggingConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level")
     tensorboard: bool = Field(True, description="Write TensorBoard events")
     wandb_project: str | None = Field(None, description="Weights & Biases project; none = off")
+    tracker_timeout_s: float = Field(
+        60.0, gt=0, description="Wait for trackers at the end; a later one is dropped")
     dashboard: bool = Field(False, description="Start the Ray dashboard where Ray is started on this machine")
     live: bool = Field(True, description="Live view in a terminal (plain lines elsewhere)")
     flush_every_steps: Positive = Field(10, description="Steps per metric part file")

@@ -119,3 +119,9 @@ def abandoned() -> list[str]:
     """What is still going on of the calls that were left behind."""
     _abandoned[:] = [(what, ended) for what, ended in _abandoned if not ended.is_set()]
     return [what for what, _ in _abandoned]
+
+
+def distrust(what: str) -> None:
+    """Name a library that has failed in a way that leaves it in an unknown state: the command will end
+    without its exit handlers."""
+    _abandoned.append((what, threading.Event()))

@@ -1,17 +1,15 @@
 import io
 import math
 import struct
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowgrpo_ray import metrics, samples, storage, trackers
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError
+from flowgrpo_ray import metrics, samples, storage
+from flowgrpo_ray.errors import FlowGrpoError
 
 pytestmark = pytest.mark.usefixtures("ieee_floats")
 
@@ -213,54 +211,3 @@ def test_grid(run_dir):
         samples.png_grid(images, captions=["x"])
     with pytest.raises(FlowGrpoError, match="at least one image"):
         samples.png_grid([])
-
-
-# trackers
-
-def test_tensorboard_goes_on_after_a_resume(run_dir, tmp_path):
-    board = trackers.TensorBoardLogger(run_dir)
-    for row in rows(0, 1, 2, 3):
-        board.log(row)
-    board.log_image("samples/policy", png("red"), 0)
-    board.flush()
-    spool = board._spool
-    first = parts(run_dir, "tensorboard")
-    assert len(first) == 1
-    board.close()
-    assert spool is None or not spool.exists()
-    board = trackers.TensorBoardLogger(run_dir, resume_step=1)
-    for row in rows(2, 3, 4):
-        board.log(row | {"kl": row["kl"] + 1})
-    board.close()
-    local = tmp_path / "events"
-    local.mkdir()
-    for name in parts(run_dir, "tensorboard"):
-        (local / name).write_bytes(storage.read_bytes(storage.join(run_dir, "tensorboard", name)))
-    assert len(list(local.iterdir())) == 2
-    accumulator = EventAccumulator(str(local), size_guidance={"scalars": 0}).Reload()
-    events = accumulator.Scalars("kl")
-    assert [event.step for event in events] == [0, 1, 2, 3, 4]
-    assert [event.value for event in events] == pytest.approx([0, 1 / 3, 2 / 3 + 1, 2, 4 / 3 + 1])
-    assert accumulator.Tags()["images"] == ["samples/policy"]
-
-
-def test_wandb_missing_says_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging.wandb_project is set.*pip install 'flowgrpo-ray\[wandb\]'"):
-        trackers.WandbLogger("project", "run", {})
-
-
-def test_wandb_offline_keeps_its_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = trackers.WandbLogger("project", "run", {"a": 1}, mode="offline", directory=str(tmp_path))
-    run_id = logger.run_id
-    logger.log(rows(1)[0])
-    logger.log_image("samples/policy", png("red"), 1)
-    logger.close()
-    logger = trackers.WandbLogger("project", "run", {"a": 1}, run_id=run_id, mode="offline", directory=str(tmp_path))
-    assert logger.run_id == run_id
-    logger.log(rows(1)[0])
-    logger.close()
-    logs = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(logs) == 2 and all(run_id in log.name for log in logs)
