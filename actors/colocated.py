@@ -6,8 +6,6 @@ from actors.learner import LearnerActor
 from actors.rollout import SamplingMethods
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.plan import StepPlan
-from flowgrpo_ray.policies.slots import AdapterSlots
-from flowgrpo_ray.sampling.sampler import Sampler
 from flowgrpo_ray.trajectory import SyncReply
 
 
@@ -17,6 +15,9 @@ class ColocatedActor(SamplingMethods, LearnerActor):
     parts = "all"
 
     def setup(self, rank: int, world_size: int, init_method: str) -> str:
+        from flowgrpo_ray.policies.slots import AdapterSlots
+        from flowgrpo_ray.sampling.sampler import Sampler
+
         sharding = super().setup(rank, world_size, init_method)
         policy = self.learner.policy
         self.sampler = Sampler(policy, self._config, AdapterSlots(policy))

@@ -22,7 +22,7 @@ from actors.sampling import Sampling
 from actors.scoring import Scoring
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
-from flowgrpo_ray import storage
+from flowgrpo_ray import startup, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.metrics import Row
@@ -125,6 +125,7 @@ class Controller:
                                       prepare=self._prepare, respawns=False, **common)
             self.pools.append(self.rollouts)
         self._drive("actors to start", lambda: all(pool.all_ready for pool in self.pools))
+        startup.reached("actors")
         self.sampling = Sampling(config, self.rollouts)
         self.scoring = Scoring(config, rewards)
         self.rewards = rewards

@@ -46,7 +46,7 @@ def runtime_env(environment: EnvironmentConfig | None, env: dict[str, str], star
     another environment may be on it.
     """
     if environment is None or not (environment.py_executable or environment.pip):
-        return {"env_vars": env}
+        return {"env_vars": env} if env else {}
     if environment.pip:
         return {"env_vars": env, "pip": list(environment.pip),
                 "config": {"setup_timeout_seconds": max(1, int(start_timeout_s))}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,11 +14,12 @@ from actors.sync import Published
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.policies import lora
-from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.samples import png_grid
 from flowgrpo_ray.trajectory import Arrays
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.policies.lora import LoraSettings
 
 
 def evaluation_config(config: Config, settings: LoraSettings | None) -> Config:
@@ -62,6 +63,8 @@ class EvaluationActor(RolloutActor):
 
     def initial_adapter(self) -> tuple[tuple[str, int], Arrays]:
         """(digest, number of tensors), and the adapter: two returns, so that the driver reads the first alone."""
+        from flowgrpo_ray.policies import lora
+
         state = lora.read_state(self.sampler.policy)
         return (lora.digest(state), len(state)), state
 
@@ -119,6 +122,8 @@ class Evaluator(Controller):
     def run(self) -> Row:
         """Publish the adapter with the proof that every sync needs, and evaluate it; returns the row."""
         if self._adapter is not None:
+            from flowgrpo_ray.policies import lora
+
             digest, tensors = lora.digest(self._adapter), len(self._adapter)
             arrays: Any = ray.put(self._adapter)
         else:

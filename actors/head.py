@@ -11,10 +11,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import ray
@@ -22,15 +25,54 @@ import ray
 from flowgrpo_ray import signals, waiting
 
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like
+worker_env: dict[str, str] = {}  # variables that every worker process of a head started here has from the beginning
 
 
-def start(**options: object) -> None:
-    """`ray.init` on this machine, with a head of its own."""
+def start(env: dict[str, str], **options: object) -> str:
+    """`ray.init` on this machine, with a head of its own.
+
+    Args:
+        env: variables of all its workers. Ray keeps workers without a runtime_env ready, so an actor that needs no others is
+            up sooner.
+        options: of `ray.init`.
+
+    Returns:
+        where its dashboard is, with the token that it asks for; an empty string where it has none.
+    """
+    token = _give_token()
     before = {child.pid for child in psutil.Process().children()}
-    ray.init(address="local", **options)
+    own = {key: os.environ.get(key) for key in env}
+    os.environ.update(env)
+    try:
+        url = ray.init(address="local", **options).dashboard_url
+    finally:
+        for key, value in own.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+    worker_env.update(env)
     _processes[:] = [child for child in psutil.Process().children() if child.pid not in before]
     if threading.current_thread() is threading.main_thread():
         signals.watch(_leave_with_ray)
+    return f"http://{url}{f' (token {token})' if token else ''}" if url else ""
+
+
+def _give_token() -> str:
+    """A token for the Ray that starts here, where the user has none; it is known to this process and those that it starts.
+
+    Ray's own nodes talk over the machine's network address, so they keep Ray's token authentication (on by default from 2.60
+    on). Left to itself Ray would write a new token to ~/.ray/auth_token, and from then on every `ray start` of the user's
+    would want it.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or any(
+            os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return ""
+    with suppress(OSError, RuntimeError):  # no such file, no home
+        if (Path.home() / ".ray" / "auth_token").read_text().strip():
+            return ""
+    token = os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    return token
 
 
 def connect(address: str, timeout_s: float, **options: object) -> None:
@@ -78,7 +120,7 @@ def _check_listening(address: str, timeout_s: float) -> None:
 
 def _leave_with_ray(number: int) -> None:
     """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
-    if number == signal.SIGTERM and gone(wait_s=2.0):
+    if number == signal.SIGTERM and gone(wait_s=60.0):
         os.write(2, b"terminated, and Ray with it; the same command goes on from the newest checkpoint\n")
         os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
@@ -101,6 +143,7 @@ def shut_down() -> None:
         atexit.unregister(ray.shutdown)
     else:
         _processes.clear()
+        worker_env.clear()
         if threading.current_thread() is threading.main_thread():
             signals.unwatch(_leave_with_ray)
         ray.shutdown()

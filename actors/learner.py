@@ -7,25 +7,26 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from ray.util import remove_placement_group
 
 from actors.placement import actor_options, place_learners
-from flowgrpo_ray import device as devices
-from flowgrpo_ray import shared_dir, signals, waiting
+from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
-from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.learning import parallel
-from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.learning.state import read_learner_state, write_learner_state
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.plan import RankShard, StepPlan
-from flowgrpo_ray.policies import load_policy, lora
-from flowgrpo_ray.policies.lora import LoraSettings
+from flowgrpo_ray.policies import load_policy, policy_class
+from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.learning.learner import Learner
+    from flowgrpo_ray.policies.lora import LoraSettings
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class LearnerMethods:
         *trajectories: Trajectory,
     ) -> dict[str, float]:
         """`scores`: those of complete groups that the rank has not been told yet."""
+        from flowgrpo_ray import device as devices
+
         devices.reset_peak_memory(self.learner.policy.device)
         self.learner.add_scores(scores)
         return self.learner.accumulate(work, negative, conditioning, *trajectories)
@@ -62,6 +65,8 @@ class LearnerMethods:
 
     def save(self, step_uri: str) -> list[FileEntry]:
         """Write this learner's files of a checkpoint (rank 0; the others only take part in the gathering)."""
+        from flowgrpo_ray.learning.state import write_learner_state
+
         tensors, counters = self.learner.state()
         if self.learner.rank != 0:
             return []
@@ -69,6 +74,8 @@ class LearnerMethods:
 
     def load(self, step_uri: str) -> None:
         """Take the state of a committed checkpoint; every rank reads it for itself."""
+        from flowgrpo_ray.learning.state import read_learner_state
+
         self.learner.load_state(*read_learner_state(step_uri))
 
     def ready(self) -> int:
@@ -83,8 +90,14 @@ class LearnerActor(LearnerMethods):
     def __init__(self, config_tree: dict, on_gpu: bool, run_id: str, nice: int = 0) -> None:
         self._config, self._run_id = from_tree(config_tree), run_id
         waiting.set_limits(self._config)
-        devices.lower_priority(nice)
-        self._device = devices.configure_process(on_gpu=on_gpu, cpu_threads=self._config.model.cpu_threads)
+        with startup.loading():  # all ranks at once, and not one after the other in `setup`
+            from flowgrpo_ray import device as devices
+            from flowgrpo_ray.learning import learner, parallel  # noqa: F401
+
+            devices.lower_priority(nice)
+            self._device = devices.configure_process(on_gpu=on_gpu, cpu_threads=self._config.model.cpu_threads)
+            with suppress(ConfigError):  # `setup` says so
+                policy_class(find(self._config.model).family)
 
     def address(self) -> str:
         """An init_method on this node, at a port that is free now."""
@@ -98,6 +111,10 @@ class LearnerActor(LearnerMethods):
 
     def setup(self, rank: int, world_size: int, init_method: str) -> str:
         """Join the group, load the model, attach LoRA, shard. Returns the sharding chosen."""
+        from flowgrpo_ray.learning import parallel
+        from flowgrpo_ray.learning.learner import Learner
+        from flowgrpo_ray.policies import lora
+
         config = self._config
         if world_size > 1 or config.train.sharding in ("full", "hybrid"):
             parallel.join(rank, world_size, init_method, self._device, config.pools.learner.collective_timeout_s)

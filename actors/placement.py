@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors import head
 from actors.environments import runtime_env
 from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
@@ -32,9 +33,9 @@ def actor_options(
     own, which Ray has `start_timeout_s` to make. Numeric libraries get `cpu_threads`: Ray would give them as many as the
     actor reserves CPUs, and bits depend on it.
     """
-    env = dict.fromkeys(THREADS, str(cpu_threads)) | pool.env
-    if pool.num_gpus == 0:
-        env.setdefault("CUDA_VISIBLE_DEVICES", "")
+    env = _env(pool, cpu_threads)
+    if environment is None or not (environment.py_executable or environment.pip):
+        env = {key: value for key, value in env.items() if head.worker_env.get(key) != value}
     options: dict[str, Any] = {
         "num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "name": name, "max_restarts": 0, "max_task_retries": 0,
         "runtime_env": runtime_env(environment, env, start_timeout_s),
@@ -44,6 +45,20 @@ def actor_options(
     elif pool.label_selector:
         options["label_selector"] = dict(pool.label_selector)
     return options
+
+
+def _env(pool: PoolConfig, cpu_threads: int) -> dict[str, str]:
+    """Environment variables of a pool's actors."""
+    env = dict.fromkeys(THREADS, str(cpu_threads)) | pool.env
+    if pool.num_gpus == 0:
+        env.setdefault("CUDA_VISIBLE_DEVICES", "")
+    return env
+
+
+def shared_env(config: Config) -> dict[str, str]:
+    """Environment variables that all actors of the run have in common."""
+    first, *others = (_env(pool, config.model.cpu_threads) for pool in _pools(config))
+    return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
 
 
 def _pools(config: Config) -> list[PoolConfig]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowgrpo_ray import device as devices
+from flowgrpo_ray import startup
 from flowgrpo_ray.config import from_tree
-from flowgrpo_ray.policies import load_policy, lora
+from flowgrpo_ray.policies import load_policy
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.sampling.sampler import Sampler
 from flowgrpo_ray.trajectory import Arrays, SampleMeta, SampleRequest, SyncReply, Trajectory
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.sampling.sampler import Sampler
 
 
 class SamplingMethods:
@@ -25,6 +28,8 @@ class SamplingMethods:
 
     def encode(self, record: PromptRecord) -> tuple[float, Arrays]:
         """Seconds, and the conditioning of one prompt: two returns, so that the driver reads the first alone."""
+        from flowgrpo_ray import device as devices
+
         with devices.Stopwatch(self.sampler.policy.device) as watch:
             conditioning = self.sampler.encode(record)
         return watch.seconds, conditioning
@@ -33,6 +38,8 @@ class SamplingMethods:
         self, request: SampleRequest, negative: Arrays | None, *conditionings: Arrays
     ) -> tuple[SampleMeta, np.ndarray, Trajectory]:
         """One shard: metadata, images and trajectory as three returns, so that each goes its own way."""
+        from flowgrpo_ray import device as devices
+
         devices.reset_peak_memory(self.sampler.policy.device)  # the learner may share the process: a peak is a call's
         return self.sampler.sample(request, negative, *conditionings)
 
@@ -46,8 +53,13 @@ class RolloutActor(SamplingMethods):
 
     def __init__(self, config_tree: dict, on_gpu: bool, nice: int = 0) -> None:
         config = from_tree(config_tree)
-        devices.lower_priority(nice)
-        device = devices.configure_process(on_gpu=on_gpu, cpu_threads=config.model.cpu_threads)
-        policy = load_policy(config.model, device=device)
-        lora.attach(policy, config.lora, config.train.seed)
-        self.sampler = Sampler(policy, config)
+        with startup.loading():
+            from flowgrpo_ray import device as devices
+            from flowgrpo_ray.policies import lora
+            from flowgrpo_ray.sampling.sampler import Sampler
+
+            devices.lower_priority(nice)
+            device = devices.configure_process(on_gpu=on_gpu, cpu_threads=config.model.cpu_threads)
+            policy = load_policy(config.model, device=device)
+            lora.attach(policy, config.lora, config.train.seed)
+            self.sampler = Sampler(policy, config)

@@ -9,22 +9,25 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import ray
 
 from actors import head
 from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
-from actors.placement import asked
-from flowgrpo_ray import trackers, waiting
+from actors.placement import asked, shared_env
+from actors.ray_errors import cannot_connect, cannot_start
+from flowgrpo_ray import startup, trackers, waiting
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.inputs import identify, pin_model
 from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.recorder import Recorder
 from flowgrpo_ray.trajectory import Arrays
+
+if TYPE_CHECKING:
+    from flowgrpo_ray.policies.lora import LoraSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +51,23 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
     if address:
         try:
             head.connect(address, config.pools.connect_timeout_s, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ResourceError(f"cannot connect to Ray at {address} (--address or RAY_ADDRESS): {error}") from error
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise cannot_connect(error, address) from error
     else:
         need = asked(config)
         # Ray would make a reward's environment three times before it says why pip fails (pip retries the network itself).
         os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")
         # "local": a head that runs here already, or the trace of a dead one, is somebody else's.
-        head.start(num_cpus=max(1, math.ceil(need["CPU"])), include_dashboard=config.logging.dashboard, **common)
+        common |= {"num_cpus": max(1, math.ceil(need["CPU"])), "include_dashboard": config.logging.dashboard}
+        try:
+            dashboard = head.start(shared_env(config), **common)
+        except Exception as error:  # Ray raises bare ones
+            raise cannot_start(error) from error
+        if dashboard:
+            log.info("Ray's dashboard: %s", dashboard)
     if callable(on_terminate) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its crash handler in place of the caller's
+    startup.reached("Ray")
     try:
         yield
     finally:
@@ -73,9 +83,11 @@ def train(
         FlowGrpoError: with all that a user needs to act on.
     """
     waiting.set_limits(config)
+    startup.reached("imports")
     trackers.check(config.logging)
     inputs = check(config)
     pin_model(config)
+    startup.reached("checks")
     recorder = Recorder(config, identify(config))
     try:
         if recorder.start_step >= config.run.steps:

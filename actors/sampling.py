@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import ray
 
 from actors.pool import ActorPool, Task
+from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError
 from flowgrpo_ray.prompts import PromptRecord
@@ -62,6 +63,7 @@ class Sampling:
         """Sample one shard; `on_sample` gets its metadata and the refs of its images and trajectory."""
 
         def done(meta: SampleMeta, rest: list[ray.ObjectRef]) -> None:
+            startup.reached("first image")
             self.seconds["sample"] += meta.seconds
             self.calls["sample"] += 1
             self.peak_memory = max(self.peak_memory, meta.peak_memory)

@@ -96,10 +96,10 @@ def sequential(config: Config, folder: str, *, steps: int, warmup: int) -> dict[
     return json.loads(done.stdout)
 
 
-def cpu_by_role() -> dict[tuple[int, str], float]:
-    """CPU seconds so far of every process that this one has started, by (pid, role)."""
+def cpu_by_role(of: psutil.Process | None = None) -> dict[tuple[int, str], float]:
+    """CPU seconds so far by (pid, role): of every process that this one has started, or of `of` and those it has started."""
     out = {}
-    for process in psutil.Process().children(recursive=True):
+    for process in [of, *of.children(recursive=True)] if of is not None else psutil.Process().children(recursive=True):
         try:
             times, line = process.cpu_times(), process.cmdline()
         except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.policies.lora import adapter_file
 from flowgrpo_ray.policies.source import INDEX_NAME, ModelSource, find, hub_commit
 from flowgrpo_ray.prompts import location_of
 
@@ -32,6 +31,8 @@ def identify(config: Config) -> dict[str, Identity]:
     if d.eval_prompts:
         out["data.eval_prompts"] = {"": _sha256(location_of(d.eval_prompts))}
     if config.lora.init_from is not None:
+        from flowgrpo_ray.policies.lora import adapter_file  # here, as it imports torch
+
         out["lora.init_from"] = {"": _sha256(str(adapter_file(Path(config.lora.init_from))))}
     out["model.path"] = _model(config, find(config.model))
     for key, setting in config.settings().items():

@@ -6,23 +6,30 @@ Ray shares NumPy arrays between processes without copying and copies torch tenso
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from flowgrpo_ray.plan import ShardPlan
+
+if TYPE_CHECKING:
+    import torch
 
 Arrays = dict[str, np.ndarray]
 
 
 def to_wire(tensor: torch.Tensor) -> np.ndarray:
     """A contiguous NumPy array on the CPU; bfloat16 becomes a uint16 view (NumPy has no bfloat16)."""
+    import torch  # here, as the driver, which needs the types alone, does without it
+
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def from_wire(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor of its own on `device`: arrays from the object store are read-only views that pin the whole object."""
+    import torch
+
     tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
     if tensor.dtype == torch.uint16:
         tensor = tensor.view(torch.bfloat16)

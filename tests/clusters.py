@@ -26,14 +26,15 @@ def free_port() -> int:
 
 
 class Nodes:
-    """The nodes of one cluster.
+    """The nodes of one cluster; `extra` are environment variables of theirs.
 
     Attributes:
         folder: Ray's temporary directory (RAY_TMPDIR); short, as Ray puts sockets into it.
         address: of the head.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **extra: str) -> None:
+        self._extra = extra
         self.folder = Path(tempfile.mkdtemp(prefix="fgn", dir="/tmp"))
         self.address = f"127.0.0.1:{free_port()}"
         self._processes: list[psutil.Process] = []
@@ -43,7 +44,8 @@ class Nodes:
         """For commands that would find this cluster by themselves, if they looked for one."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         path = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(path)}
+        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(path),
+                **self._extra}
 
     def start_head(self, num_cpus: int, dashboard_port: int | None = None) -> None:
         dashboard = (["--include-dashboard", "false"] if dashboard_port is None else
@@ -94,9 +96,9 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def cluster(num_cpus: int) -> Iterator[Nodes]:
-    """A cluster of one node; it ends with the block."""
-    nodes = Nodes()
+def cluster(num_cpus: int, **extra: str) -> Iterator[Nodes]:
+    """A cluster of one node; it ends with the block. `extra`: environment variables of its processes."""
+    nodes = Nodes(**extra)
     try:
         nodes.start_head(num_cpus)
         yield nodes

@@ -32,6 +32,8 @@ def test_signals_end_the_run_and_its_actors(tmp_path):
     processes = {}
     for way in ways:
         (tmp_path / way).mkdir()
+        if way == "interrupt":
+            (tmp_path / way / "home").touch()  # nothing can be written into a home that is a file
         processes[way] = start(tmp_path / way, "train", write_config(tmp_path / way), "run.steps=1000")
     for way, process in processes.items():
         for line in process.stdout:
@@ -48,6 +50,7 @@ def test_signals_end_the_run_and_its_actors(tmp_path):
             assert "terminated, and Ray with it; the same command goes on" in err
         else:
             assert f"{run}/report.html" in err and Path(run, "report.html").exists()
+        assert not Path(folder, "home/.ray").exists(), "a token of ours would be every later Ray's of this user"
         left = _with_home(folder)
         for _ in range(60):
             if not left:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.source import ModelSource, check_model, component_config, find
 from flowgrpo_ray.sections import LoraSection, ModelConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from flowgrpo_ray.policies.base import Policy
 
 
