@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 import runs
+from silent_server import SilentServer
 
 from actors import environments
 from actors.environments import check_environments, start_hint
@@ -254,9 +256,10 @@ def test_what_pip_says_ends_the_run(ray_cluster, tmp_path):
     assert missing in text and "Traceback" not in text
 
 
-def test_an_environment_that_takes_too_long_ends_the_run(ray_cluster, tmp_path):
-    with pytest.raises(FlowGrpoError) as error:
-        Pool({"pip": [str(tmp_path / "slow-1-py3-none-any.whl")]}, "jpeg_compressibility", start_timeout_s=2).__enter__()
+def test_an_environment_that_takes_too_long_ends_the_run(ray_cluster):
+    with closing(SilentServer()) as server, pytest.raises(FlowGrpoError) as error:
+        wheel = f"slow @ http://127.0.0.1:{server.port}/slow-1-py3-none-any.whl"
+        Pool({"pip": [wheel]}, "jpeg_compressibility", start_timeout_s=2).__enter__()
     assert "rewards.mine.environment.pip" in str(error.value) or "within the timeout of 2 seconds" in str(error.value)
 
 
