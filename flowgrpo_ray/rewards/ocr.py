@@ -13,6 +13,7 @@ import numpy as np
 from flowgrpo_ray.errors import FlowGrpoError, described, first_line
 from flowgrpo_ray.rewards import ocr_models
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.reading_order import reading_order
 
 EXAMPLE = 'a cafe with a sign that says "OPEN"'
 
@@ -221,7 +222,8 @@ class OcrReward(Reward):
         pictures = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]  # Paddle takes arrays in BGR
         if self._full:
             results = self._model.predict(pictures)
-            lines = [list(zip(result["rec_texts"], result["rec_scores"], strict=True)) for result in results]
+            lines = [[(result["rec_texts"][i], result["rec_scores"][i]) for i in reading_order(result["rec_polys"])]
+                     for result in results]
         else:
             results = self._model.predict(pictures, batch_size=self.settings["batch_size"] or max(len(pictures), 1))
             lines = [[(result["rec_text"], result["rec_score"])] for result in results]
