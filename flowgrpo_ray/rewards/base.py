@@ -234,6 +234,11 @@ class Reward(ABC):
         """
         return None
 
+    @classmethod
+    def needed_span(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> tuple[int, int] | None:
+        """[start, end) of the characters of a prompt that the model must see, or no image of it can score well; None: any."""
+        return None
+
     def gpu_problem(self) -> str | None:
         """Why it does not work on the GPU that its actor was given, or None. Asked where `device` is "any"."""
         torch = sys.modules.get("torch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,28 +11,30 @@ import numpy as np
 
 from flowgrpo_ray.errors import FlowGrpoError, described, first_line
 from flowgrpo_ray.rewards import ocr_models
-from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, Reward, RewardError, Scores, SelfTest, check_batch
+from flowgrpo_ray.rewards.base import (
+    GroupIds,
+    Metadata,
+    Option,
+    Reward,
+    RewardError,
+    Scores,
+    SelfTest,
+    check_batch,
+    settings_of,
+)
+from flowgrpo_ray.rewards.ocr_text import (
+    is_blank,
+    normalized,
+    target_span,
+    target_text,
+    unreadable,
+    unreadable_problem,
+)
 from flowgrpo_ray.rewards.reading_order import reading_order
 
 EXAMPLE = 'a cafe with a sign that says "OPEN"'
 
 Line = tuple[str, float]  # text, confidence in [0, 1]
-
-
-def target_text(prompt: str) -> str | None:
-    """The text between the first pair of double quotes, or None where there is no pair."""
-    parts = prompt.split('"')
-    return parts[1] if len(parts) >= 3 else None
-
-
-def normalized(text: str, rule: str) -> str:
-    """What is compared. `reference`: lower case without spaces. `alnum`: NFKC, upper case, only A-Z and 0-9. `unicode`: NFKC,
-    case folded, letters and digits of any script."""
-    if rule == "reference":
-        return text.replace(" ", "").lower()
-    if rule == "unicode":
-        return "".join(c for c in unicodedata.normalize("NFKC", text).casefold() if c.isalnum())
-    return re.sub("[^A-Z0-9]", "", unicodedata.normalize("NFKC", text).upper())
 
 
 def text_score(read: str, target: str, rule: str) -> tuple[float, float]:
@@ -124,6 +125,7 @@ class OcrReward(Reward):
             what = f"option{'s' if len(given) > 1 else ''} {', '.join(given)}" if given else "PaddleOCR does not start"
             why = first_line(error) if isinstance(error, FlowGrpoError) else described(error)
             raise RewardError(f"reward {self.name}: {what}: {why}") from error
+        self._characters = ocr_models.characters_of(self._model)
 
     def _load(
         self, paddleocr: Any, detection: str | Path | None, recognition: str | Path | None, common: dict[str, Any],
@@ -172,14 +174,35 @@ class OcrReward(Reward):
     @classmethod
     def check_prompt(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> str | None:
         """See `Reward.check_prompt`."""
-        target = target_text(prompt)
+        settings = settings_of(cls, options)
+        return cls._prompt_problem(prompt, settings, cls._characters_of(settings))
+
+    @staticmethod
+    def _characters_of(settings: Mapping[str, Any]) -> frozenset[str] | None:
+        """What the recogniser can give; None if its model is not here: its actor checks then."""
+        if settings["rec_model_dir"] is None and (settings["lang"] is not None or settings["engine"] != "onnxruntime"):
+            return None  # one that PaddleOCR downloads
+        try:
+            return ocr_models.characters(settings["rec_model_dir"])
+        except (RewardError, ImportError):
+            return None
+
+    @classmethod
+    def _prompt_problem(cls, prompt: str, settings: Mapping[str, Any], characters: frozenset[str] | None) -> str | None:
+        target, rule = target_text(prompt), settings["normalize"]
         if target is None:
             curly = " (typographic quotes do not count)" if re.search("[“”„«»]", prompt) else ""
             return f'ocr needs the text to be read in double quotes{curly}, for example: {EXAMPLE}'
-        rule = options.get("normalize", cls.options["normalize"].default)
-        if not normalized(target, rule):
+        if is_blank(target, rule):
             return f"ocr has nothing to compare: {target!r} is empty under normalize: {rule}; an example is: {EXAMPLE}"
+        if characters is not None and (missing := unreadable(target, rule, characters)):
+            return unreadable_problem(missing, lang=settings["lang"], full=settings["mode"] == "full")
         return None
+
+    @classmethod
+    def needed_span(cls, prompt: str, metadata: Mapping[str, Any], **options: Any) -> tuple[int, int] | None:
+        """The quoted text. See `Reward.needed_span`."""
+        return target_span(prompt)
 
     def self_test_case(self) -> SelfTest:
         """A word in large letters, and another word where that one is asked for."""
@@ -198,16 +221,14 @@ class OcrReward(Reward):
     ) -> Scores:
         """`ocr`: the score; monitor `ocr_exact`: 1 where the text is read exactly. See `Reward.score`."""
         check_batch(images, prompts, metadata)
-        columns = self._scores(images, prompts, metadata)
+        columns = self._scores(images, prompts)
         return {self.name: columns[:, 0].copy(), "ocr_exact": columns[:, 1].copy()}
 
-    def _scores(
-        self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> np.ndarray:
+    def _scores(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
         """float32 [n, 2]: score and exact of every image."""
         rule = self.settings["normalize"]
-        for prompt, extra in zip(prompts, metadata, strict=True):
-            if problem := self.check_prompt(prompt, extra, normalize=rule):
+        for prompt in prompts:
+            if problem := self._prompt_problem(prompt, self.settings, self._characters):
                 raise RewardError(f"prompt {prompt!r}: {problem}")
         texts = ["".join(text for text, _ in lines) for lines in self.read(images)]
         scores = [text_score(text, target_text(prompt), rule) for text, prompt in zip(texts, prompts, strict=True)]
@@ -254,6 +275,6 @@ class VideoOcrReward(OcrReward):
         frames = images[:, :: self.settings["every"]]
         count = frames.shape[1]
         flat = frames.reshape(-1, *frames.shape[2:])
-        columns = self._scores(flat, [p for p in prompts for _ in range(count)], [m for m in metadata for _ in range(count)])
+        columns = self._scores(flat, [p for p in prompts for _ in range(count)])
         means = columns.reshape(n, count, 2).mean(axis=1, dtype=np.float64).astype(np.float32)
         return {self.name: means[:, 0].copy(), "video_ocr_exact": means[:, 1].copy()}

@@ -14,10 +14,12 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_ray.errors import described
 from flowgrpo_ray.rewards.base import RewardError
 
 DETECTION, RECOGNITION = "PP-OCRv6_small_det", "PP-OCRv6_small_rec"
@@ -148,6 +150,33 @@ def model_name(directory: Path, engine: str = "onnxruntime") -> str:
         return config["Global"]["model_name"]
     except (KeyError, TypeError) as error:
         raise RewardError(f"{directory / 'inference.yml'} states no Global.model_name") from error
+
+
+@lru_cache(maxsize=8)
+def characters(directory: str | None = None) -> frozenset[str]:
+    """Characters that the recogniser of a model directory can give (None: the shipped one), apart from the space.
+
+    Raises:
+        RewardError: there is no such model here, or its inference.yml lists no characters.
+    """
+    import yaml
+
+    file = (Path(directory) if directory is not None else model_dir(RECOGNITION)) / "inference.yml"
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return frozenset(map(str, tree["PostProcess"]["character_dict"]))
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise RewardError(f"{file} lists no characters of a recogniser: {described(error)}") from error
+
+
+def characters_of(model: Any) -> frozenset[str] | None:
+    """Characters that a loaded PaddleOCR pipeline or recogniser can give; None if it does not say."""
+    try:
+        pipeline = getattr(model, "paddlex_pipeline", None)
+        recogniser = model.paddlex_predictor if pipeline is None else pipeline._pipeline.text_rec_model
+        return frozenset(recogniser.post_op.character) - {"blank"}
+    except AttributeError:
+        return None
 
 
 def _wheel_file(name: str) -> Path:

@@ -110,6 +110,19 @@ def test_a_prompt_without_quotes_is_an_error(draw_word, recognition):
         recognition.score(pictures, ['the word "CAT"', "the word CAT"], [{}, {}])
 
 
+def test_the_loaded_models_say_what_they_can_read(full, recognition):
+    for reward in (full, recognition):
+        assert reward._characters == ocr_models.characters() | {" "}
+
+
+def test_a_text_that_the_loaded_model_cannot_read_is_an_error_and_not_zero(draw_word, monkeypatch):
+    """With `lang` PaddleOCR downloads the model, so that the driver knows nothing of it."""
+    reward = rewards.get("ocr", mode="recognition")
+    monkeypatch.setattr(type(reward), "check_prompt", classmethod(lambda *args, **options: None))
+    with pytest.raises(RewardError, match="the recogniser cannot read 'П'"):
+        reward.score(np.stack([draw_word("CAT")]), ['the word "П"'], [{}])
+
+
 def test_model_folders_can_be_given(draw_word, monkeypatch):
     det, rec = ocr_models.model_dir(ocr_models.DETECTION), ocr_models.model_dir(ocr_models.RECOGNITION)
     monkeypatch.setitem(ocr_models._FILES, ocr_models.DETECTION, "gone.onnx")

@@ -1,7 +1,8 @@
 import pytest
 
 from flowgrpo_ray.rewards import RewardError, reward_class
-from flowgrpo_ray.rewards.ocr import normalized, target_text, text_score
+from flowgrpo_ray.rewards.ocr import text_score
+from flowgrpo_ray.rewards.ocr_text import normalized, target_text
 
 
 @pytest.mark.parametrize(("read", "target", "score", "exact"), [
@@ -75,3 +76,53 @@ def test_check_prompt_gives_the_reason_and_an_example(prompt, options, reason):
 def test_unicode_keeps_letters_of_any_script():
     assert normalized("Straße – ＡＢ, 東京!", "unicode") == "strasseab東京"
     assert text_score("東京タワー", "東京タワ—", "unicode") == (0.75, 0.0)
+
+
+# What the recogniser can read -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("target", ["\t", "\u00a0", "\u3000", "\u200b", " \t\u2003", "\ufeff", "\u0007"])
+@pytest.mark.parametrize("rule", ["reference", "alnum", "unicode"])
+def test_a_target_that_shows_nothing_is_rejected(target, rule):
+    assert f"is empty under normalize: {rule}" in reward_class("ocr").check_prompt(f'a sign "{target}"', {}, normalize=rule)
+
+
+@pytest.mark.parametrize(("target", "found", "way"), [
+    ("ПРИВЕТ", "'П' (U+041F CYRILLIC CAPITAL LETTER PE), 'Р'", "lang: ru"),
+    ("OPEN откры", "'о' (U+043E CYRILLIC SMALL LETTER O)", "lang: ru"),
+    ("مرحبا", "U+0645 ARABIC LETTER MEEM", "lang: ar"),
+    ("ΚΑΛΗΜΕΡΑ", "'Κ' (U+039A GREEK CAPITAL LETTER KAPPA)", "lang: el"),  # read as Latin letters
+    ("καλημέρα", "'έ' (U+03AD GREEK SMALL LETTER EPSILON WITH TONOS)", "lang: el"),
+    ("안녕", "HANGUL SYLLABLE", "lang: korean"),
+    ("नमस्ते", "DEVANAGARI LETTER NA", "lang: hi"),
+    ("สวัสดี", "THAI CHARACTER", "lang: th"),
+    ("A\u00a0B", "U+00A0 NO-BREAK SPACE", "write the text with other characters"),
+    ("cafe\u0301", "U+0301 COMBINING ACUTE ACCENT", "write the text with other characters"),
+    ("שלום", "HEBREW LETTER", "write the text with other characters"),
+    ("ПАغ", "U+041F", "write the text with other characters"),  # of two scripts
+])
+def test_characters_that_the_recogniser_never_gives_are_named(target, found, way):
+    problem = reward_class("ocr").check_prompt(f'a sign "{target}"', {})
+    assert found in problem and way in problem
+    assert "mode: full" not in problem or way.startswith("write")
+    recognition = reward_class("ocr").check_prompt(f'a sign "{target}"', {}, mode="recognition")
+    assert ("mode: full and lang" in recognition) == ("lang: " in way)
+
+
+@pytest.mark.parametrize("target", [
+    "Crème brûlée", "Łódź", "straße", "¿Qué?", "50% OFF – today’s “deal”", "π = 3.14", "αβγ", "Ω", "東京タワー", "24/7 ★ ♥"])
+def test_what_the_shipped_recogniser_reads_is_taken(target):
+    assert reward_class("ocr").check_prompt(f'a sign "{target}"', {}) is None
+
+
+def test_only_what_is_compared_has_to_be_read():
+    assert reward_class("ocr").check_prompt('a sign "OPEN №\u00a05"', {}, normalize="alnum") is None
+
+
+def test_the_model_folder_decides(tmp_path):
+    (tmp_path / "inference.yml").write_text("PostProcess: {character_dict: [п, р, и, в, е, т, ή, Κ]}\n", encoding="utf-8")
+    check = reward_class("ocr").check_prompt
+    assert check('a sign "ПРИВЕТ Κ"', {}, rec_model_dir=str(tmp_path)) is None
+    assert "'A' (U+0041 LATIN CAPITAL LETTER A)" in check('a sign "ПA"', {}, rec_model_dir=str(tmp_path))
+    # A model that is not here is checked by the actor.
+    for options in ({"lang": "ru"}, {"engine": "paddle"}, {"rec_model_dir": str(tmp_path / "elsewhere")}):
+        assert check('a sign "ПРИВЕТ"', {}, **options) is None
