@@ -1,8 +1,10 @@
 """Files of a run through pyarrow.fs: a local path, file://, s3:// or gs://, all under the same few functions.
 
-Object stores can neither rename folders nor append, so everything here is a whole file, written at once. Local files
-are written to a temporary name, synced and renamed, so that no reader meets half of one. Options of a store ride in
-the URI's query (`s3://bucket/run?endpoint_override=host:9000&scheme=http`); credentials belong in the environment.
+Object stores can neither rename folders nor append, so everything here is a whole file, written at
+once. Local files are written to a temporary name, synced and renamed, so that no reader meets half of
+one; what the file system cannot do of that is said once and left out. Options of a store ride in the
+URI's query (`s3://bucket/run?endpoint_override=host:9000&scheme=http`); credentials belong in the
+environment.
 
 Every call to an object store has a deadline (`run.storage_timeout_s`): its library tries a store that
 does not answer for minutes, without a word and deaf to signals.
@@ -10,14 +12,17 @@ does not answer for minutes, without a word and deaf to signals.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -26,10 +31,14 @@ from pyarrow import fs
 from flowgrpo_ray import waiting
 from flowgrpo_ray.errors import ConfigError, nearest
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 SCHEMES = ("file", "s3", "gs", "gcs")
 _CHUNK = 8 << 20  # bytes read at a time
+_LOSSES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)  # data are lost
+_said: set[str] = set()
 _BYTES_PER_S = 1e6  # an object store that takes fewer is late
 
 
@@ -177,23 +186,64 @@ def write_bytes(uri: str, data: bytes) -> str:
         _ask(uri, write, size=len(data))
         return uri
     local.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=local.parent, prefix=f".{local.name}.")
+    _write_local(local, data)
+    return uri
+
+
+def _write_local(path: Path, data: bytes) -> None:
+    """Write a file beside its place, synced, and move it there; what the file system does not offer of
+    that (network shares, mounted object stores) is left out, and said once."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files; a run directory is often shared
-        os.replace(temporary, local)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(local.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself survives a power cut only with its folder synced
+            _write_synced(file, data, path)
+        with _best_effort("give a file the permissions of others", path, logging.INFO):
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno in _LOSSES or path.is_dir():
+                raise
+            with open(path, "wb") as file:
+                _write_synced(file, data, path)
+            _say_once("move a file into its place (a crash may leave a part of one, which its digest "
+                      "shows)", path, error, logging.WARNING)
     finally:
-        os.close(folder)
-    return uri
+        with suppress(OSError):  # it was moved
+            temporary.unlink()
+    with _best_effort("sync a folder", path, logging.INFO):
+        # The move itself survives a power cut only with its folder synced.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _write_synced(file: BinaryIO, data: bytes, path: Path) -> None:
+    file.write(data)
+    file.flush()
+    with _best_effort("sync a file", path, logging.WARNING):
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _best_effort(what: str, path: Path, level: int) -> Iterator[None]:
+    """A step without which the file is still right: its failure is said, unless data were lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _LOSSES:
+            raise
+        _say_once(what, path, error, level)
+
+
+def _say_once(what: str, path: Path, error: OSError, level: int) -> None:
+    if what not in _said:
+        _said.add(what)
+        log.log(level, "the file system of %s cannot %s: %s; the run goes on without", path.parent, what,
+                error.strerror or error)
 
 
 @lru_cache(maxsize=1)
