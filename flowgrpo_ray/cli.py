@@ -239,16 +239,23 @@ def export(
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder that the adapter goes into")],
     step: Annotated[str, typer.Option(metavar="STEP|latest", help="Which checkpoint")] = "latest",
     ema: Annotated[bool, typer.Option("--ema", help="The EMA weights")] = False,
+    format: Annotated[str, typer.Option(
+        "--format", metavar="NAME", help="diffusers, comfyui or kohya: where the file says its alpha, "
+        "and how it names layers")] = "diffusers",
+    fold_alpha: Annotated[bool, typer.Option(
+        "--fold-alpha", help="Multiply alpha / r into the weights: the right scale in every loader")] = False,
 ) -> None:
-    """Copy a checkpoint's adapter for use in diffusers.
+    """Write a checkpoint's adapter for use in diffusers, ComfyUI or kohya's tools.
 
-    Every byte of the checkpoint is verified first. Prints the Python that loads the adapter.
+    Every byte of the checkpoint is verified first. For diffusers, prints the Python that loads the
+    adapter.
     """
     from flowgrpo_ray import offline, storage
 
-    uri, found = offline.export(run_dir, step, ema=ema, out=out)
-    typer.echo(f"{'EMA ' if ema else ''}adapter of step {found}: {storage.display(uri)}\n")
-    typer.echo(offline.loading_code(offline.run_config(run_dir), out))
+    uri, found = offline.export(run_dir, step, ema=ema, out=out, format=format, fold_alpha=fold_alpha)
+    typer.echo(f"{'EMA ' if ema else ''}adapter of step {found}: {storage.display(uri)}")
+    if format == "diffusers":
+        typer.echo("\n" + offline.loading_code(offline.run_config(run_dir), out))
 
 
 @app.command(epilog="Example: flowgrpo-ray report runs/first")

@@ -16,6 +16,7 @@ from flowgrpo_ray.config import Config, from_tree, load
 from flowgrpo_ray.errors import CheckpointError, ConfigError, nearest
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sections import LoraSection, ModelConfig
+from flowgrpo_ray.trajectory import Arrays
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 GRID_IMAGES = 64  # first images of a sampling that its grid shows
@@ -89,18 +90,47 @@ def adapter_folder(*, folder: str | None = None, of: CheckpointInfo | None = Non
 
 # Export ---------------------------------------------------------------------------------------------------------------
 
-def export(run_dir: str, step: str, *, ema: bool, out: str) -> tuple[str, int]:
-    """Copy a checkpoint's verified adapter file to `out`; returns its URI and the step.
+def export(
+    run_dir: str, step: str, *, ema: bool, out: str, format: str = "diffusers", fold_alpha: bool = False,
+) -> tuple[str, int]:
+    """Write a checkpoint's verified adapter into the folder `out`; returns the file's URI and the step.
+
+    In diffusers' format, and with alpha not folded in, the file is the checkpoint's own. The others are
+    called <run>-step<N>[-ema].safetensors.
 
     Raises:
-        ConfigError, CheckpointError: no such run or checkpoint, or a damaged one.
+        ConfigError: no such run, an unknown format, or one that has no name for a layer.
+        CheckpointError: no such checkpoint, or a damaged one.
     """
+    from flowgrpo_ray.policies.adapter_formats import FORMATS, encode
+    from flowgrpo_ray.policies.lora import load_adapter
+
+    if format not in FORMATS:
+        raise ConfigError(f"--format {format!r} is unknown{nearest(format, FORMATS)}")
     info = find_checkpoint(run_dir, step)
     local = storage.local_path(out)
     if local is not None and local.is_file():
         raise ConfigError(f"--out {out} is a file; give the folder that the adapter goes into")
-    data = checkpoint.read_file(info, f"{'ema' if ema else 'adapter'}/{ADAPTER_FILE}")
-    return storage.write_bytes(storage.join(out, ADAPTER_FILE), data), info.step
+    if format == "diffusers" and not fold_alpha:
+        data = checkpoint.read_file(info, f"{'ema' if ema else 'adapter'}/{ADAPTER_FILE}")
+        return storage.write_bytes(storage.join(out, ADAPTER_FILE), data), info.step
+    with adapter_folder(of=info, ema=ema) as folder:
+        arrays, settings = load_adapter(folder)
+    family = _family(run_dir, arrays) if format == "kohya" else ""
+    data = encode(arrays, settings, format, family, fold_alpha=fold_alpha)
+    name = f"{storage.base_name(run_dir)}-step{info.step}{'-ema' if ema else ''}.safetensors"
+    return storage.write_bytes(
+        storage.join(out, ADAPTER_FILE if format == "diffusers" else name), data), info.step
+
+
+def _family(run_dir: str, arrays: Arrays) -> str:
+    """The model's family: by the adapter where only FLUX has such layers, else by the configuration."""
+    from flowgrpo_ray.policies.source import find
+
+    if any(".single_transformer_blocks." in key for key in arrays):
+        return "flux"
+    model = run_config(run_dir).model
+    return find(model).family if model.family == "auto" else model.family
 
 
 def run_config(run_dir: str) -> Config:

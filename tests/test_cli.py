@@ -17,6 +17,7 @@ import pytest
 import tiny_pipelines
 from command import start, write_config
 from PIL import Image
+from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from flowgrpo_ray.cli import app
@@ -290,6 +291,28 @@ def test_export_is_what_diffusers_loads(trained, tmp_path):
     ema = load_adapter(out)[0]
     held = load_adapter(run_dir / "checkpoints/step_1/ema")[0]
     assert all(np.array_equal(ema[key], held[key]) for key in held)
+
+
+def test_export_for_other_loaders(trained, tmp_path):
+    run_dir = trained[2]
+    cli("export", run_dir, "--out", tmp_path / "own")
+    arrays, settings = load_adapter(tmp_path / "own")
+    assert settings.alpha == 2 * settings.rank
+    text = cli("export", run_dir, "--out", tmp_path, "--format", "comfyui", "--ema").output
+    assert f"EMA adapter of step 2: {tmp_path}/small-step2-ema.safetensors" in text and "pipe" not in text
+    cli("export", run_dir, "--out", tmp_path, "--format", "kohya")
+    comfyui, kohya = (load_file(tmp_path / f"small-step2{end}.safetensors") for end in ("-ema", ""))
+    assert {float(value) for key, value in comfyui.items() if key.endswith(".alpha")} == {settings.alpha}
+    assert len(comfyui) == len(arrays) * 3 // 2
+    assert float(kohya["lora_unet_joint_blocks_0_x_block_attn_qkv.alpha"]) == 3 * settings.alpha
+    text = cli("export", run_dir, "--out", tmp_path / "folded", "--fold-alpha").output
+    assert "load_lora_weights" in text
+    folded, found = load_adapter(tmp_path / "folded")
+    assert found.alpha == found.rank == settings.rank
+    for key, array in arrays.items():
+        assert np.array_equal(folded[key], array * (2 if ".lora_B." in key else 1))
+    result = cli("export", run_dir, "--out", tmp_path, "--format", "kohia", code=2)
+    assert "--format 'kohia' is unknown; did you mean kohya?" in result.stderr
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
