@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
+from flowgrpo_ray.policies.text import PromptReader
+from flowgrpo_ray.prompt_lengths import Span, check_lengths
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.rewards.base import prompt_problem, settings_of
@@ -52,11 +56,11 @@ def check(config: Config) -> Inputs:
         if reward.every_steps > config.run.steps and not d.eval_prompts:
             log.warning("rewards.%s.every_steps is %d, and the run has %d steps and no evaluation: it is never asked", name,
                         reward.every_steps, config.run.steps)
-    rule = _size_rule(source, config)
+    rule, reader = _size_rule(source, config), PromptReader(source, config.model)
     if config.lora.targets is not None or config.lora.init_from is not None:
         check_adapter(source, config.model, config.lora)
-    train = _prompts(config, "data.train_prompts", d.train_prompts, rule)
-    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule) if d.eval_prompts else []
+    train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
+    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader) if d.eval_prompts else []
     return Inputs(train, evaluation)
 
 
@@ -119,14 +123,27 @@ def _warn_of_waits(name: str, reward: RewardConfig, cls: type[Reward], config: C
             f", or send fewer ({others} in rewards.{name}.options)" if others else "")
 
 
-def _prompts(config: Config, key: str, uri: str, rule: tuple[int, int | None]) -> list[PromptRecord]:
+def _prompts(
+    config: Config, key: str, uri: str, rule: tuple[int, int | None], reader: PromptReader,
+) -> list[PromptRecord]:
     try:
         records = load_prompts(uri)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     _check_prompts(config, key, uri, records)
     _check_sizes(config, key, records, rule)
+    check_lengths(key, storage.display(uri), records, reader, _needed_spans(config),
+                  reject=config.data.on_long_prompt == "error")
     return records
+
+
+def _needed_spans(config: Config) -> dict[str, Span]:
+    """By reward, the part of a prompt that the model must see."""
+    def span_of(cls: type[Reward], options: dict[str, Any]) -> Span:
+        return lambda record: cls.needed_span(record.prompt, record.reward_metadata, **options)
+
+    classes = {name: known_class(name, reward) for name, reward in config.rewards.items()}
+    return {name: span_of(cls, config.rewards[name].options) for name, cls in classes.items() if cls is not None}
 
 
 def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecord]) -> None:

@@ -90,6 +90,8 @@ class DataConfig(Section):
         "builtin:tiny/train.txt", description="Prompt file: .txt, .jsonl or .parquet")
     eval_prompts: Annotated[str | None, EVALUATION, INPUT, PATH] = Field(
         None, description="Prompt file for evaluation; none = no evaluation")
+    on_long_prompt: Annotated[Literal["warn", "error"], INFRASTRUCTURE] = Field(
+        "warn", description="What happens if the text encoders do not read the end of a prompt")
     negative_prompt: str = Field("", description="Negative prompt of records that carry none (used with CFG)")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.source import check_size
+from flowgrpo_ray.policies.text import SEQUENCE_LENGTH
 from flowgrpo_ray.sampling.schedule import sigma_table
 
 PACK = 2  # a token is a 2 x 2 patch of latent cells
@@ -32,7 +33,7 @@ class FluxPolicy(Policy):
         # The single blocks' feed-forward; proj_out is also their attention's output projection.
         "proj_mlp", "proj_out",
     )
-    default_sequence_length = 512
+    default_sequence_length = SEQUENCE_LENGTH["flux"]
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     def _encode(self, prompts: list[str]) -> dict[str, Tensor]:

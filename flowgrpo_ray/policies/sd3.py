@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.source import ModelSource, check_size
+from flowgrpo_ray.policies.text import SEQUENCE_LENGTH
 from flowgrpo_ray.sampling.schedule import sigma_table
 from flowgrpo_ray.sections import ModelConfig
 
@@ -29,7 +30,7 @@ class SD3Policy(Policy):
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )
-    default_sequence_length = 256
+    default_sequence_length = SEQUENCE_LENGTH["sd3"]
     encoders = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 
     @classmethod

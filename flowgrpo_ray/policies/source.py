@@ -54,9 +54,9 @@ def check_model(model: ModelConfig) -> ModelSource:
     return source
 
 
-def component_config(source: ModelSource, model: ModelConfig, name: str) -> dict[str, Any]:
-    """config.json of a component, of a folder or of the hub; raises ConfigError where it cannot be read."""
-    file = f"{name}/config.json"
+def component_config(source: ModelSource, model: ModelConfig, name: str, file: str = "config.json") -> dict[str, Any]:
+    """config.json (or another file) of a component, of a folder or of the hub; raises ConfigError if it cannot be read."""
+    file = f"{name}/{file}"
     try:
         text = (Path(source.location) / file).read_text(encoding="utf-8") if source.local else _fetch(model, file)
         tree = json.loads(text)
