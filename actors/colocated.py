@@ -14,11 +14,11 @@ class ColocatedActor(SamplingMethods, LearnerActor):
 
     parts = "all"
 
-    def setup(self, rank: int, world_size: int, init_method: str) -> str:
+    def setup(self, rank: int, world_size: int, address: tuple[str, int]) -> str:
         from flowgrpo_ray.policies.slots import AdapterSlots
         from flowgrpo_ray.sampling.sampler import Sampler
 
-        sharding = super().setup(rank, world_size, init_method)
+        sharding = super().setup(rank, world_size, address)
         policy = self.learner.policy
         self.sampler = Sampler(policy, self._config, AdapterSlots(policy))
         return sharding

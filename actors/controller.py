@@ -130,7 +130,8 @@ class Controller:
         self.scoring = Scoring(config, rewards)
         self.rewards = rewards
         if self.recorder.resume_from:
-            self.learners.call("load", self.recorder.resume_from.uri)
+            self.learners.call("read_checkpoint", self.recorder.resume_from.uri)
+            self.learners.call("load_checkpoint")
         self.recorder.open()
 
     def _spawner(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,11 +71,16 @@ class LearnerMethods:
             return []
         return write_learner_state(step_uri, tensors, counters, self.settings, type(self.learner.policy))
 
-    def load(self, step_uri: str) -> None:
-        """Take the state of a committed checkpoint; every rank reads it for itself."""
+    def read_checkpoint(self, step_uri: str) -> None:
+        """Read the state of a committed checkpoint: every rank for itself, and so apart from the others."""
         from flowgrpo_ray.learning.state import read_learner_state
 
-        self.learner.load_state(*read_learner_state(step_uri))
+        self._read = read_learner_state(step_uri)
+
+    def load_checkpoint(self) -> None:
+        """Take the state that was read (a collective where the learner is sharded)."""
+        self.learner.load_state(*self._read)
+        del self._read
 
     def ready(self) -> int:
         return os.getpid()
@@ -98,28 +102,32 @@ class LearnerActor(LearnerMethods):
             self._device = devices.configure_process(on_gpu=on_gpu, cpu_threads=self._config.model.cpu_threads)
             with suppress(ConfigError):  # `setup` says so
                 policy_class(find(self._config.model).family)
+        self._store: Any = None  # where the ranks meet, on rank 0
 
-    def address(self) -> str:
-        """An init_method on this node, at a port that is free now."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+    def address(self) -> tuple[str, int]:
+        """Open the store where the ranks meet (rank 0), and return its host and port."""
+        from flowgrpo_ray.learning import parallel
+
+        self._store = parallel.open_store(ray.util.get_node_ip_address())
+        return self._store.host, self._store.port
 
     def answer(self, run_dir: str, token: str, who: str) -> tuple[str, str | None]:
         """This node's address, and what is wrong with the run directory here (see `shared_dir`)."""
         return ray.util.get_node_ip_address(), shared_dir.answer(run_dir, token, who)
 
-    def setup(self, rank: int, world_size: int, init_method: str) -> str:
-        """Join the group, load the model, attach LoRA, shard. Returns the sharding chosen."""
+    def setup(self, rank: int, world_size: int, address: tuple[str, int]) -> str:
+        """Load the model, attach LoRA, join the group, shard. Returns the sharding chosen."""
         from flowgrpo_ray.learning import parallel
         from flowgrpo_ray.learning.learner import Learner
         from flowgrpo_ray.policies import lora
 
-        config = self._config
-        if world_size > 1 or config.train.sharding in ("full", "hybrid"):
-            parallel.join(rank, world_size, init_method, self._device, config.pools.learner.collective_timeout_s)
+        config, start_timeout_s = self._config, self._config.pools.start_timeout_s
         policy = load_policy(config.model, device=self._device, parts=self.parts)
         self.settings = lora.attach(policy, config.lora, config.train.seed)
+        if world_size > 1 or config.train.sharding in ("full", "hybrid"):
+            store = self._store or parallel.reach_store(address, start_timeout_s)
+            parallel.join(rank, world_size, store, self._device, timeout_s=config.collective_timeout_s,
+                          start_timeout_s=start_timeout_s)
         self.learner = Learner(policy, config, run_id=self._run_id, rank=rank, world_size=world_size)
         return self.learner.sharding
 
@@ -141,9 +149,11 @@ class LearnerGroup:
 
     def start(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
         """Form the group; all ranks load the model at the same time. `watch` is called several times a second."""
+        deadline = time.monotonic() + timeout_s
         address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
-        self._get(self.cast_each("setup", setup), timeout_s, watch)
+        chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()), watch)
+        log.info("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
     def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
         """Prove that a local run directory is one folder for the driver and every rank.

@@ -116,7 +116,8 @@ def _rank(
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if visible else str(rank)
     device = devices.configure_process(on_gpu=kind == "cuda", cpu_threads=config.model.cpu_threads)
-    parallel.join(rank, world_size, f"file://{folder}/meeting", device, timeout_s=300)
+    parallel.join(rank, world_size, dist.FileStore(f"{folder}/meeting", world_size), device, timeout_s=300,
+                  start_timeout_s=300)
     plan, single = plan_step(config, RECORDS, 0), load_file(Path(folder, "single.safetensors"))
     for name in SHARDINGS:
         policy = prepare(model, config, device, small)

@@ -159,7 +159,25 @@ class Config(Section):
             if size is None or ranks % size:
                 problems.append(f"train.sharding hybrid needs train.shard_size, a divisor of pools.learner.replicas "
                                 f"({ranks}): {', '.join(map(str, divisors(ranks)))}")
+        given, apart = self.pools.learner.collective_timeout_s, self._ranks_apart_s
+        if given is not None and given < apart:
+            problems.append(f"pools.learner.collective_timeout_s is {given:g}: colocated ranks may be two sampling calls "
+                            f"apart, 2 x pools.rollout.timeout_s = {apart:g}; use at least {apart:g}, leave it out, or "
+                            "lower pools.rollout.timeout_s")
         return problems
+
+    @property
+    def _ranks_apart_s(self) -> float:
+        """How long a learner rank may have to wait for another that does as it should: a colocated one may still have
+        two sampling calls to make, one that runs and one that is queued."""
+        p = self.pools
+        return 2 * p.rollout.timeout_s if p.placement == "colocated" and p.learner.replicas > 1 else 0.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Deadline of a collective of the learner ranks."""
+        given = self.pools.learner.collective_timeout_s
+        return given if given is not None else 120.0 + self._ranks_apart_s
 
     @property
     def window_range(self) -> tuple[int, int]:

@@ -237,7 +237,9 @@ class RolloutPool(PoolConfig):
 
 class LearnerPool(PoolConfig):
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one learner call")
-    collective_timeout_s: float = Field(120.0, gt=0, description="Deadline of one torch.distributed collective")
+    collective_timeout_s: float | None = Field(
+        None, gt=0, description="Deadline of one torch.distributed collective; default 120, and two sampling calls "
+        "(pools.rollout.timeout_s) more where several colocated ranks wait for each other")
 
 
 class PoolsConfig(Section):

@@ -164,6 +164,9 @@ def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
         (["pools.reward.orc.replicas=2"], "pools.reward.orc has no reward: the rewards are ocr; did you mean ocr?"),
         (["pools.placement=colocated", "train.sharding=full"], "train.sharding full cannot sample"),
         (["pools.placement=colocated", "train.sharding=hybrid", "train.shard_size=1"], "train.sharding hybrid cannot"),
+        (["pools.placement=colocated", "pools.learner.replicas=2", "pools.learner.collective_timeout_s=120"],
+         "collective_timeout_s is 120: colocated ranks may be two sampling calls apart, 2 x pools.rollout.timeout_s = "
+         "1200; use at least 1200, leave it out"),
         (["train.sharding=hybrid", "pools.learner.replicas=4"], "train.sharding hybrid needs train.shard_size, a "
                                                                 "divisor of pools.learner.replicas (4): 1, 2, 4"),
         (["train.sharding=hybrid", "train.shard_size=3", "pools.learner.replicas=4"], "needs train.shard_size"),
@@ -192,6 +195,16 @@ def test_what_is_allowed_at_the_edges():
     load(None, [OCR, "pools.placement=colocated", "train.sharding=none"])
     load(None, [OCR, "train.sharding=hybrid", "train.shard_size=2", "pools.learner.replicas=4"])
     load(None, [OCR, "advantage.combine=gdpo"])
+
+
+@pytest.mark.parametrize(("overrides", "seconds"), [
+    ([], 120.0), (["pools.learner.replicas=2"], 120.0), (["pools.placement=colocated"], 120.0),
+    (["pools.placement=colocated", "pools.learner.replicas=2"], 1320.0),
+    (["pools.placement=colocated", "pools.learner.replicas=2", "pools.rollout.timeout_s=30"], 180.0),
+    (["pools.placement=colocated", "pools.learner.replicas=2", "pools.learner.collective_timeout_s=1200"], 1200.0),
+    (["pools.learner.replicas=2", "pools.learner.collective_timeout_s=5"], 5.0)])
+def test_a_collective_may_take_as_long_as_ranks_may_be_apart(overrides, seconds):
+    assert load(None, [OCR, *overrides]).collective_timeout_s == seconds
 
 
 def test_files_that_are_no_configuration(tmp_path):

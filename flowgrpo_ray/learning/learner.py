@@ -44,8 +44,9 @@ class Learner:
         if t.activation_checkpointing:
             for module in policy.modules.values():
                 module.enable_gradient_checkpointing()
-        self.sharding = parallel.choose_sharding(t.sharding, policy, world_size)
-        parallel.shard(policy, self.sharding, t.shard_size, world_size)
+        self.sharding = parallel.choose_sharding(
+            t.sharding, policy, world_size, colocated=config.pools.placement == "colocated")
+        parallel.shard(policy, self.sharding, t.shard_size, world_size, config.collective_timeout_s)
         self.kernel = kernel_of(config)
         self.parameters = lora.parameters(policy)
         self.optimizer = torch.optim.AdamW(

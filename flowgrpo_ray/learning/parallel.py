@@ -11,37 +11,108 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flowgrpo_ray import device as devices
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.policies.base import Policy
 
-
-def join(rank: int, world_size: int, init_method: str, device: torch.device, timeout_s: float) -> None:
-    """Join the learner group; a rank that is gone shows as an error after `timeout_s` at the latest."""
-    dist.init_process_group(devices.backend_of(device), init_method=init_method, rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=timeout_s))
+GIB = 2**30
 
 
-def choose_sharding(sharding: str, policy: Policy, world_size: int) -> str:
-    """Resolve `auto`: `none` on CPU, on one rank, and where the base takes at most half of the free GPU memory."""
+def open_store(host: str) -> dist.TCPStore:
+    """A store on this node where ranks meet; its port is free, and taken at once."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
+    """The store that another rank has opened."""
+    return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def join(
+    rank: int, world_size: int, store: dist.Store, device: torch.device, *, timeout_s: float, start_timeout_s: float
+) -> None:
+    """Join the learner group once every rank has come to this call; to be made when the model is loaded.
+
+    Args:
+        store: the same for all ranks.
+        timeout_s: of every collective afterwards: a rank that is gone shows as an error after it at the latest.
+        start_timeout_s: how long the ranks wait for each other here. They have started and loaded their models apart.
+
+    Raises:
+        FlowGrpoError: ranks that did not come in time; names them.
+    """
+    keys = [f"loaded/{other}" for other in range(world_size)]
+    store.set(keys[rank], "1")
+    try:
+        store.wait(keys, timedelta(seconds=start_timeout_s))
+    except RuntimeError as error:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise FlowGrpoError(f"learner rank {', '.join(missing)} did not start within {start_timeout_s:g} s "
+                            "(pools.start_timeout_s)") from error
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    dist.init_process_group(devices.backend_of(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def choose_sharding(sharding: str, policy: Policy, world_size: int, *, colocated: bool = False) -> str:
+    """Resolve `auto`, once for all ranks: by the least free memory of any (a collective on GPUs).
+
+    `none` on CPU, on one rank, where the base takes at most half of the memory, and where the ranks also sample.
+
+    Raises:
+        ConfigError: colocated ranks have no memory for the training state of the adapter beside the model.
+    """
+    free = devices.free_memory_bytes(policy.device)
+    if free is not None and (colocated or sharding == "auto"):
+        free = int(reduce_min(torch.tensor(free, device=policy.device), world_size))
+    if colocated:
+        _check_fits(policy, free)
+        return "none"
     if sharding != "auto":
         return sharding
-    free = devices.free_memory_bytes(policy.device)
-    size = sum(p.numel() * p.element_size() for m in policy.modules.values() for p in m.parameters())
+    size = _bytes(policy, trained=False)
     return "none" if world_size == 1 or free is None or size <= (free + size) // 2 else "full"
 
 
-def shard(policy: Policy, sharding: str, shard_size: int | None, world_size: int) -> None:
-    """Shard the policy's modules in place (nothing to do for `none`)."""
+def _check_fits(policy: Policy, free: int | None) -> None:
+    """Gradients, AdamW's two moments and the EMA are each as large as the adapter, which is there already."""
+    state = 4 * _bytes(policy, trained=True)
+    if free is not None and state > free:
+        raise ConfigError(
+            f"pools.placement colocated keeps the base on every rank: {_bytes(policy, trained=False) / GIB:.1f} GiB, and "
+            f"beside it, the text encoders and the VAE a rank has {free / GIB:.1f} GiB left for the training state of "
+            f"the adapter, which takes {state / GIB:.1f} GiB before any activation. Use pools.placement: split with "
+            "train.sharding: full, model.offload_encoders: true, or a smaller lora.rank")
+
+
+def _bytes(policy: Policy, *, trained: bool) -> int:
+    return sum(p.numel() * p.element_size() for module in policy.modules.values() for p in module.parameters()
+               if trained == p.requires_grad)
+
+
+def _hybrid_mesh(kind: str, world_size: int, shard_size: int, timeout_s: float) -> DeviceMesh:
+    """[replicas, shards], whose groups have the collectives' deadline: torch would give them half an hour."""
+    ranks, timeout = torch.arange(world_size).view(-1, shard_size), timedelta(seconds=timeout_s)
+    own = []
+    for members in (ranks.T.tolist(), ranks.tolist()):  # every rank takes part in making every group
+        groups = [dist.new_group(group, timeout=timeout) for group in members]
+        own.append(next(group for group, of in zip(groups, members, strict=True) if dist.get_rank() in of))
+    return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(policy: Policy, sharding: str, shard_size: int | None, world_size: int, timeout_s: float) -> None:
+    """Shard the policy's modules in place (nothing to do for `none`). `timeout_s`: of a collective."""
     if sharding == "none":
         return
     kind = policy.device.type
     if sharding == "hybrid":
-        size = shard_size or world_size
-        mesh = init_device_mesh(kind, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+        mesh = _hybrid_mesh(kind, world_size, shard_size or world_size, timeout_s)
     else:
         mesh = init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
     for module in policy.modules.values():
@@ -95,4 +166,10 @@ def reduce_sum(values: torch.Tensor, world_size: int) -> torch.Tensor:
 def reduce_max(values: torch.Tensor, world_size: int) -> torch.Tensor:
     if world_size > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
+
+
+def reduce_min(values: torch.Tensor, world_size: int) -> torch.Tensor:
+    if world_size > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MIN)
     return values

@@ -22,6 +22,8 @@ from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.trajectory import to_wire
 
+ATTENTION = "native"  # of diffusers' backends
+
 
 @dataclass
 class Conditioning:
@@ -72,6 +74,8 @@ class Policy(ABC):
         self.vae_scale_factor = vae_scale_factor
         self.max_sequence_length = max_sequence_length
         self._offload_hooks: list[Any] = []
+        for module in self.modules.values():
+            _pin_attention(module)
         self._place(offload_encoders)
 
     @classmethod
@@ -247,6 +251,21 @@ class Policy(ABC):
     def _unpack(self, x: Tensor, height: int, width: int) -> Tensor:
         """Latents in the VAE's layout [m, C, h, w]."""
         return x
+
+
+def _pin_attention(module: Any) -> None:
+    """Sampler and learner run one attention, torch's own, whatever the environment of each process says to diffusers.
+
+    (torch then picks its kernel by dtype, shape, mask and GPU; the on-policy check measures whether both sides agree.)
+    """
+    import diffusers
+
+    level = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity_error()  # it warns that the setter is experimental
+    try:
+        module.set_attention_backend(ATTENTION)
+    finally:
+        diffusers.utils.logging.set_verbosity(level)
 
 
 def _quiet_libraries() -> None:

@@ -17,6 +17,7 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed.tensor import DTensor
 
 from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.learning import parallel
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.plan import plan_step
@@ -97,7 +98,8 @@ def share(learner: Learner) -> tuple[bool, float]:
 def work(rank: int, folder: str) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
-    parallel.join(rank, WORLD, f"file://{folder}/meeting", torch.device("cpu"), timeout_s=120)
+    parallel.join(rank, WORLD, torch.distributed.FileStore(f"{folder}/meeting", WORLD), torch.device("cpu"),
+                  timeout_s=120, start_timeout_s=120)
     jobs = torch.load(Path(folder, "jobs.pt"), weights_only=False)
     out = {}
     for name, (tree, plan, data, adapter) in jobs.items():
@@ -255,8 +257,23 @@ def test_auto_shards_where_the_base_would_take_more_than_half_of_the_memory(
 ):
     """`free` is what the GPU has left beside the base; None on CPU."""
     monkeypatch.setattr(parallel.devices, "free_memory_bytes", lambda device: free)
+    monkeypatch.setattr(parallel, "reduce_min", lambda values, world_size: values)
     assert parallel.choose_sharding("auto", small_policy, world_size) == expected
     assert parallel.choose_sharding("hybrid", small_policy, world_size) == "hybrid"
+
+
+def test_colocated_ranks_keep_the_base_or_say_what_does_not_fit(small_policy, monkeypatch):
+    """A sampler cannot work on shards: half of the memory is no reason to shard there."""
+    state = 4 * sum(p.numel() * 4 for p in lora.parameters(small_policy).values())
+    monkeypatch.setattr(parallel, "reduce_min", lambda values, world_size: values)
+    for sharding in ("auto", "none"):
+        monkeypatch.setattr(parallel.devices, "free_memory_bytes", lambda device: state)
+        assert parallel.choose_sharding(sharding, small_policy, 2, colocated=True) == "none"
+        monkeypatch.setattr(parallel.devices, "free_memory_bytes", lambda device: state - 1)
+        with pytest.raises(ConfigError, match="training state of the adapter, .*pools.placement: split"):
+            parallel.choose_sharding(sharding, small_policy, 2, colocated=True)
+    monkeypatch.setattr(parallel.devices, "free_memory_bytes", lambda device: None)
+    assert parallel.choose_sharding("auto", small_policy, 2, colocated=True) == "none"
 
 
 @pytest.fixture(scope="module")

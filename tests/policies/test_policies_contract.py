@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from diffusers.models import attention_dispatch
 from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, noise
 from torch import nn
 
@@ -80,6 +81,19 @@ def test_half_precision_bases_take_and_return_float32(fresh, kind):
     assert policy.modules["transformer"].dtype == torch.bfloat16
     assert velocity.dtype == torch.float32 and velocity.shape == x.shape and velocity.isfinite().all()
     assert policy.decode_float(x, HEIGHT, WIDTH).dtype == torch.float32
+
+
+@pytest.mark.parametrize("parts", ["all", "learner"])
+@pytest.mark.parametrize("kind", ["sd3_no_t5", "flux_dev"])
+def test_attention_does_not_depend_on_the_environment_of_the_process(fresh, kind, parts, monkeypatch):
+    """DIFFUSERS_ATTN_BACKEND sets what an attention layer without a backend of its own uses."""
+    registry, other = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName._NATIVE_MATH
+    monkeypatch.setattr(registry, "_active_backend", other)
+    transformer = fresh(kind, parts=parts).modules["transformer"]
+    assert registry.get_active_backend()[0] == "native"
+    pinned = [m.processor._attention_backend for m in transformer.modules()
+              if hasattr(getattr(m, "processor", None), "_attention_backend")]
+    assert pinned == ["native"] * (3 if kind == "flux_dev" else 0)  # SD3's layers call torch themselves
 
 
 def test_a_float16_model_decodes_with_a_float32_vae(fresh):
