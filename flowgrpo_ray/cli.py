@@ -48,7 +48,8 @@ class _Group(TyperGroup):
         except (FlowGrpoError, OSError) as error:
             if isinstance(error, OSError) and logging.getLogger("flowgrpo_ray").level == logging.DEBUG:
                 raise  # the operating system's errors say what failed, not where
-            _fail(error, 1)
+            number = signals.received()  # what fails on the way out does not hide why the command ends
+            _fail(error, 1 if number is None else 128 + number)
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(signals.INTERRUPTED) from None

@@ -1,8 +1,8 @@
 """Rows of metrics as TensorBoard events and, optionally, as a Weights & Biases run.
 
-Trackers are optional, so none may end or hold a run: `check` finds what can be found before any actor
-starts, and afterwards each tracker works in a thread of its own (`Trackers`). One that fails is named,
-dropped and counted. The run directory's own metrics do not depend on them.
+Trackers are optional, so none may end or hold a run: `check` finds what can be found before any
+actor starts, and afterwards each tracker works in a thread of its own (`Trackers`). One that fails is
+named, dropped and counted. The run directory's own metrics do not depend on them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-# Before any actor starts ----------------------------------------------------------------------------
+# Before any actor starts --------------------------------------------------------------------------
 
 def check(config: LoggingConfig) -> None:
-    """Check that the trackers of a configuration can start, without starting them or asking a server.
+    """Check that the trackers of a configuration can start; starts none and asks no server.
 
     Raises:
         ConfigError: a package is missing or shadowed, or W&B has neither an API key nor a mode that
@@ -69,16 +69,16 @@ def _wandb_problem() -> str | None:
         return f"but wandb cannot be imported ({error}); {install}"
     if not hasattr(wandb, "init"):  # a folder without __init__.py, which W&B leaves where it ran
         folder = next(iter(getattr(wandb, "__path__", [])), "?")
-        return (f"but wandb is not installed: what Python finds under that name is the folder {folder}, "
-                f"perhaps left by an earlier run; {install}, and remove or rename the folder if it "
-                "still stands in the way")
+        return (f"but wandb is not installed: what Python finds under that name is the folder "
+                f"{folder}, perhaps left by an earlier run; {install}, and remove or rename the "
+                "folder if it still stands in the way")
     settings = wandb.sdk.wandb_setup.singleton().settings  # starts nothing
     if settings._offline or settings._noop or settings.api_key:
         return None
     if getattr(settings, "identity_token_file", None) or _in_netrc(settings.base_url):
         return None
-    return ("but W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to "
-            "write its files here and upload them later with `wandb sync`")
+    return ("but W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline "
+            "to write its files here and upload them later with `wandb sync`")
 
 
 def _in_netrc(url: str) -> bool:
@@ -91,10 +91,10 @@ def _in_netrc(url: str) -> bool:
     return False
 
 
-# While it runs --------------------------------------------------------------------------------------
+# While it runs ------------------------------------------------------------------------------------
 
 class Trackers:
-    """The trackers of a run. No method waits for one, except `close`; none raises what a tracker raises.
+    """The trackers of a run. No method but `close` waits for one; none raises what a tracker raises.
 
     Attributes:
         dropped: names of those that failed, in the order in which they did.
@@ -152,15 +152,16 @@ class Trackers:
         if name not in self.dropped:
             self.dropped.append(name)
             waiting.distrust(name)
-            log.warning("%s (a tracker) failed and is dropped: %s. The run goes on, and its own metrics "
-                        "stay complete", name, described(error))
+            log.warning("%s (a tracker) failed and is dropped: %s. The metrics of the run "
+                        "directory do not depend on it", name, described(error))
 
 
 class _Worker:
     """A tracker in its thread; `give(None)` ends it."""
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], on_failure: Callable[[str, BaseException], None],
+        self, name: str, make: Callable[[], Tracker],
+        on_failure: Callable[[str, BaseException], None],
     ) -> None:
         self.name, self._make, self._on_failure = name, make, on_failure
         self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
@@ -178,7 +179,7 @@ class _Worker:
             self._on_failure(self.name, error)
 
 
-# The trackers ---------------------------------------------------------------------------------------
+# The trackers -------------------------------------------------------------------------------------
 
 class TensorBoardLogger:
     """Event files in `tensorboard/` of a run directory.
@@ -232,17 +233,17 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A Weights & Biases run. `run_id` belongs into the checkpoint: given back, a resumed run goes on in
-    its curves.
+    """A Weights & Biases run. `run_id` belongs into the checkpoint: given back, a resumed run goes on
+    in its curves.
 
     Curves are drawn over "step" (their own x axis), so a resumed run may log steps again that were
-    logged after the checkpoint. `mode` is wandb's: online, offline, disabled; None = the environment
+    logged after the checkpoint. `mode` is wandb's (online, offline, disabled); None = the environment
     decides. `directory` is where its files go; None = the folder that the command runs in.
     """
 
     def __init__(
-        self, project: str, name: str, config: Mapping[str, Any], run_id: str, mode: str | None = None,
-        directory: str | None = None,
+        self, project: str, name: str, config: Mapping[str, Any], run_id: str,
+        mode: str | None = None, directory: str | None = None,
     ):
         import wandb
 

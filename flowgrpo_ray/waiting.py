@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAY_AFTER_S, SAY_EVERY_S = 10.0, 30.0
-LEAVING_S = 4.0  # what a call may take after a signal, or beside one without an answer
+LEAVING_S = 3.0  # what a call may take after a signal, or beside one without an answer
 _POLL_S = 0.5
 
 _abandoned: list[tuple[str, threading.Event]] = []
@@ -122,6 +122,6 @@ def abandoned() -> list[str]:
 
 
 def distrust(what: str) -> None:
-    """Name a library that has failed in a way that leaves it in an unknown state: the command will end
-    without its exit handlers."""
+    """Name a library that is in an unknown state after a failure: the command will end without its exit
+    handlers."""
     _abandoned.append((what, threading.Event()))

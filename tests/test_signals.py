@@ -7,6 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from typer.testing import CliRunner
+
+from flowgrpo_ray import signals
+from flowgrpo_ray.cli import _Group
+from flowgrpo_ray.errors import FlowGrpoError
 
 PREPARE = "import os, signal, sys\nfrom flowgrpo_ray import signals\nsignals.install()\nme = os.getpid()\n"
 IN_A_DESTRUCTOR = PREPARE + """
@@ -58,3 +64,17 @@ def test_a_signal_in_the_code_of_a_reward_is_no_failure_of_the_reward():
 
 def test_a_signal_ends_native_code_that_does_not_return():
     assert outcome(IN_NATIVE_CODE) == (143, "", "ended in the middle of a call of a library that did not return\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(None, 1), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_what_fails_on_the_way_out_does_not_hide_the_signal(number, code, monkeypatch):
+    app = typer.Typer(cls=_Group)
+
+    @app.command()
+    def go() -> None:
+        monkeypatch.setattr(signals, "_received", number)
+        raise FlowGrpoError("the store does not answer")
+
+    app.callback()(lambda: None)
+    result = CliRunner().invoke(app, ["go"])
+    assert result.exit_code == code and "the store does not answer" in result.stderr

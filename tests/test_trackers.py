@@ -201,7 +201,7 @@ def test_a_failing_tracker_is_dropped_and_the_others_go_on(method, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith(
-        "bad (a tracker) failed and is dropped: ConnectionResetError: Connection lost. The run goes on")
+        "bad (a tracker) failed and is dropped: ConnectionResetError: Connection lost. The metrics of")
     assert waiting.abandoned() == ["bad"], "the command ends without its exit handlers"
 
 

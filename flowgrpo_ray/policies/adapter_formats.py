@@ -1,7 +1,7 @@
 """Adapter files for other loaders: alpha where ComfyUI and kohya's tools look for it, or folded in.
 
-An adapter's effect is (alpha / r) B A. diffusers reads alpha from the metadata in the file's header; a
-loader that drops them takes alpha = r, which is a wrong scale. ComfyUI reads `<layer>.alpha` beside
+An adapter's effect is (alpha / r) B A. diffusers reads alpha from the metadata in the file's header;
+a loader that drops them takes alpha = r, which is a wrong scale. ComfyUI reads `<layer>.alpha` beside
 diffusers' key names. kohya's sd-scripts (whose files ComfyUI and, for FLUX, diffusers load too) name
 layers as the models' original code does: q, k and v are one layer there.
 """
