@@ -127,7 +127,7 @@ class LearnerActor(LearnerMethods):
         if world_size > 1 or config.train.sharding in ("full", "hybrid"):
             store = self._store or parallel.reach_store(address, start_timeout_s)
             parallel.join(rank, world_size, store, self._device, timeout_s=config.collective_timeout_s,
-                          start_timeout_s=start_timeout_s)
+                          start_timeout_s=start_timeout_s, weights=policy.fingerprint())
         self.learner = Learner(policy, config, run_id=self._run_id, rank=rank, world_size=world_size)
         return self.learner.sharding
 

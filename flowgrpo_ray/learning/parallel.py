@@ -33,7 +33,8 @@ def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
 
 
 def join(
-    rank: int, world_size: int, store: dist.Store, device: torch.device, *, timeout_s: float, start_timeout_s: float
+    rank: int, world_size: int, store: dist.Store, device: torch.device, *, timeout_s: float, start_timeout_s: float,
+    weights: str = "-",
 ) -> None:
     """Join the learner group once every rank has come to this call; to be made when the model is loaded.
 
@@ -41,12 +42,14 @@ def join(
         store: the same for all ranks.
         timeout_s: of every collective afterwards: a rank that is gone shows as an error after it at the latest.
         start_timeout_s: how long the ranks wait for each other here. They have started and loaded their models apart.
+        weights: fingerprint of the model that this rank has loaded.
 
     Raises:
         FlowGrpoError: ranks that did not come in time; names them.
+        ConfigError: a rank has loaded other weights: their gradients would be added all the same.
     """
     keys = [f"loaded/{other}" for other in range(world_size)]
-    store.set(keys[rank], "1")
+    store.set(keys[rank], weights)
     try:
         store.wait(keys, timedelta(seconds=start_timeout_s))
     except RuntimeError as error:
@@ -55,6 +58,10 @@ def join(
             raise
         raise FlowGrpoError(f"learner rank {', '.join(missing)} did not start within {start_timeout_s:g} s "
                             "(pools.start_timeout_s)") from error
+    loaded = [store.get(key) for key in keys]
+    if other := [str(r) for r, value in enumerate(loaded) if value != loaded[0]]:
+        raise ConfigError(f"learner rank {', '.join(other)} loaded other model weights than rank 0: set model.revision to "
+                          "a commit of the hub model, or put the same folder on every node")
     timeout = timedelta(seconds=timeout_s)
     store.set_timeout(timeout)
     dist.init_process_group(devices.backend_of(device), store=store, rank=rank, world_size=world_size, timeout=timeout)

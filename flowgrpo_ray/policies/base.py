@@ -6,6 +6,7 @@ and freezing are the same for all and live here.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,6 +172,19 @@ class Policy(ABC):
                 self._offload_hooks.append(hook)
             else:
                 module.to(self.device)
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """sha256 (hexadecimal) over names, shapes, dtypes and contents of the weights and buffers of `modules`.
+
+        Contents by torch.hash_tensor, which is exact, quick on a GPU, and blind to the order inside a tensor.
+        """
+        total = hashlib.sha256()
+        for name, module in sorted(self.modules.items()):
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+                content = torch.hash_tensor(tensor).item()
+                total.update(f"{name}.{path} {tuple(tensor.shape)} {tensor.dtype} {content}\n".encode())
+        return total.hexdigest()
 
     @torch.no_grad()
     def encode(self, records: Sequence[PromptRecord]) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
-from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.learning import parallel
 
 WORLD, TIMEOUT_S, LATE_S = 2, 3.0, 6.0
@@ -81,6 +81,15 @@ def test_afterwards_the_short_deadline_holds_in_every_group(ranks):
 def test_ranks_that_see_different_memory_choose_one_sharding(ranks):
     assert [rank["alike"] for rank in ranks] == ["none", "none"]
     assert [rank["apart"] for rank in ranks] == ["full", "full"]
+
+
+def test_a_rank_with_another_model_is_named(tmp_path):
+    """A folder that differs between nodes, or a hub model that one of them fetched earlier."""
+    store = dist.FileStore(f"{tmp_path}/meeting", 3)
+    for rank, weights in ((0, "a"), (2, "b")):
+        store.set(f"loaded/{rank}", weights)
+    with pytest.raises(ConfigError, match="learner rank 2 loaded other model weights than rank 0: set model.revision"):
+        parallel.join(1, 3, store, CPU, timeout_s=1, start_timeout_s=10, weights="a")
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):

@@ -83,6 +83,15 @@ def test_half_precision_bases_take_and_return_float32(fresh, kind):
     assert policy.decode_float(x, HEIGHT, WIDTH).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_fingerprint_is_that_of_the_weights(fresh, dtype):
+    one, other = fresh("sd3_no_t5", dtype=dtype), fresh("sd3_no_t5", dtype=dtype, parts="learner")
+    assert one.fingerprint() == other.fingerprint() != fresh("flux_dev", dtype=dtype).fingerprint()
+    weight = next(other.modules["transformer"].parameters())
+    weight.view(-1)[3] = torch.nextafter(weight.view(-1)[3], torch.tensor(9.0, dtype=weight.dtype))
+    assert one.fingerprint() != other.fingerprint()
+
+
 @pytest.mark.parametrize("parts", ["all", "learner"])
 @pytest.mark.parametrize("kind", ["sd3_no_t5", "flux_dev"])
 def test_attention_does_not_depend_on_the_environment_of_the_process(fresh, kind, parts, monkeypatch):
