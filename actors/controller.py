@@ -26,7 +26,7 @@ from flowgrpo_ray import startup, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step
+from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step, training_negative
 from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.recorder import Recorder, step_row, updates_row
 from flowgrpo_ray.sampling.requests import evaluation_negative, sample_request
@@ -184,11 +184,11 @@ class Controller:
         self._reset_clocks()
         self._forgive_deaths()
         board, updates = StepBoard(self.config, plan, self.learners.world_size), []
-        self.scoring.expect(sum(len(shard.samples) for group in plan.groups for shard in group.shards))
+        self.scoring.expect(sum(len(shard.rows) for shard in plan.shards))
         self.learners.cast("begin_step", plan)
         self._encode_negatives(plan)
         for group in plan.groups:
-            self._with_conditioning(group, lambda ref, group=group: self._sample_group(board, group, ref))
+            self._with_conditioning(group, lambda ref, number=group.group: self._encoded(board, number, ref))
         if plan.step + 1 < self.config.run.steps:  # the text encoders need no new weights: fill the learner's tail
             for group in plan_step(self.config, self.inputs.train, plan.step + 1).groups:
                 self._with_conditioning(group, lambda ref, g=group: self._conditionings.update({(g.step, g.group): ref}))
@@ -288,17 +288,14 @@ class Controller:
         else:
             self.sampling.encode(group.record, (group.step, group.group), then)
 
-    def _negative_text(self, group: GroupPlan) -> str | None:
-        if self.config.sampling.guidance_scale <= 1:
-            return None
-        own = group.record.negative_prompt
-        return self.config.data.negative_prompt if own is None else own
+    def _negative_text(self, plan: StepPlan, shard: ShardPlan) -> str | None:
+        return training_negative(self.config, plan.groups[shard.group].record)  # the plan batches no others with it
 
     def _negative(self, board: StepBoard, shard: ShardPlan) -> ray.ObjectRef | None:
-        return self.sampling.negative(self._negative_text(board.plan.groups[shard.group]))
+        return self.sampling.negative(self._negative_text(board.plan, shard))
 
     def _encode_negatives(self, plan: StepPlan) -> None:
-        texts = {self._negative_text(group) for group in plan.groups} - {None}
+        texts = {self._negative_text(plan, shard) for shard in plan.shards} - {None}
         self._need_negatives(texts)
 
     def _need_negatives(self, texts: set[str]) -> None:
@@ -307,23 +304,23 @@ class Controller:
             self.sampling.encode_negative(text)
         self._drive("negative prompts", lambda: all(self.sampling.has_negative(text) for text in new))
 
-    def _sample_group(self, board: StepBoard, group: GroupPlan, conditioning: ray.ObjectRef) -> None:
-        board.encoded(group.group, conditioning)
-        for shard in group.shards:
-            self._sample_shard(board, group, shard, conditioning)
+    def _encoded(self, board: StepBoard, group: int, conditioning: ray.ObjectRef) -> None:
+        for shard in board.encoded(group, conditioning):
+            self._sample_shard(board, shard)
 
-    def _sample_shard(self, board: StepBoard, group: GroupPlan, shard: ShardPlan, conditioning: ray.ObjectRef) -> None:
-        what = f"step {group.step + 1} group {group.group} shard {shard.shard}"
-        order = (group.step, group.group, shard.shard)
+    def _sample_shard(self, board: StepBoard, shard: ShardPlan) -> None:
+        plan, order = board.plan, (board.plan.step, shard.group, shard.shard)
+        what = f"step {plan.step + 1} " + (f"group {shard.group} shard {shard.shard}" if len(shard.groups) == 1
+                                           else f"groups {shard.groups[0]}-{shard.groups[-1]}")
 
         def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
             board.sampled(shard, trajectory, meta.trajectory_bytes)
-            self.scoring.submit(what, order, images, [group.record] * len(shard.samples),
-                                lambda scores: board.scored(shard, scores), rewards=self.scoring.due(group.step + 1),
-                                group=(group.group, len(group.shards)))
+            self.scoring.submit(what, order, images, [plan.groups[group].record for group, _ in shard.rows],
+                                lambda scores: board.scored(shard, scores), rewards=self.scoring.due(plan.step + 1),
+                                groups=[(group, len(plan.shards_of(group))) for group in shard.groups])
 
-        request = sample_request(self.config, self.recorder.run_id, group, shard)
-        self.sampling.sample(what, order, request, self._negative_text(group), [conditioning], sampled)
+        request = sample_request(self.config, self.recorder.run_id, plan, shard)
+        self.sampling.sample(what, order, request, self._negative_text(plan, shard), board.conditionings(shard), sampled)
 
     # Evaluation and records -------------------------------------------------------------------------------------------
 

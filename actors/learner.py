@@ -40,18 +40,17 @@ class LearnerMethods:
         self.learner.begin_step(plan)
 
     def accumulate(
-        self, work: RankShard, scores: dict[int, GroupScores], negative: Arrays | None, conditioning: Arrays,
-        *trajectories: Trajectory,
+        self, work: RankShard, scores: dict[int, GroupScores], negative: Arrays | None, *parts: Arrays | Trajectory,
     ) -> dict[str, float]:
         """`scores`: those of complete groups that the rank has not been told yet."""
         from flowgrpo_ray import device as devices
 
         devices.reset_peak_memory(self.learner.policy.device)
         self.learner.add_scores(scores)
-        return self.learner.accumulate(work, negative, conditioning, *trajectories)
+        return self.learner.accumulate(work, negative, *parts)
 
-    def recompute(self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory) -> None:
-        self.learner.recompute(work, negative, conditioning, *trajectories)
+    def recompute(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
+        self.learner.recompute(work, negative, *parts)
 
     def apply(self) -> dict[str, float]:
         return self.learner.apply()

@@ -54,9 +54,11 @@ class RewardActor:
                 self_tested(self._reward)
 
     def score(
-        self, prompts: list[str], metadata: list[dict], group_ids: list[int] | None, only: int | None, *shards: np.ndarray
+        self, prompts: list[str], metadata: list[dict], group_ids: list[int] | None, part: tuple[int, int] | None,
+        *shards: np.ndarray,
     ) -> dict[str, object]:
-        """Scores of the images of one or more shards, uint8 [m, H, W, 3] each; `only` scores one image of them alone.
+        """Scores of the images of one or more shards, uint8 [m, H, W, 3] each; `part` = (start, stop) scores
+        these of them alone.
 
         Returns {"scores": {name: float64 [n]}, "seconds": …, "cpu_seconds": …, "notes": the reward's, so far}.
 
@@ -65,8 +67,9 @@ class RewardActor:
         """
         wall, cpu = time.perf_counter(), time.process_time()
         images = read_only(shards[0] if len(shards) == 1 else np.concatenate(shards))
-        if only is not None:
-            images, prompts, metadata = images[only : only + 1], prompts[only : only + 1], metadata[only : only + 1]
+        if part is not None:
+            rows = slice(*part)
+            images, prompts, metadata = images[rows], prompts[rows], metadata[rows]
         try:
             with no_exit(self._name):
                 result = self._reward.score(images, prompts, metadata, group_ids=group_ids)

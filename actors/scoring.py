@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ShardScores:
-    """Scores of one shard: float64 [m] by key (NaN where there is none); `valid` is False where a reward that counts
-    failed; `dropped` where such a failure takes the whole group with it."""
+    """Scores of one shard: float64 [m] by key (NaN where there is none), and bool [m]: `valid` is False where a reward
+    that counts failed; `dropped` is True where such a failure takes the whole group of the row with it."""
 
     scores: dict[str, np.ndarray]
     valid: np.ndarray
-    dropped: bool = False
+    dropped: np.ndarray
 
 
 @dataclass
@@ -51,27 +51,29 @@ class _Shard:
 
 @dataclass
 class _Batch:
-    """What one scoring call is for: all images of some shards, or image `only` of them."""
+    """What one scoring call is for: all images of some shards, or those of `part` of them."""
 
     reward: str
     shards: list[_Shard]
     group: int | None = None  # of a reward that scores whole groups
-    only: int | None = None
+    part: range | None = None
     retries: int = 0
 
     @property
     def size(self) -> int:
-        return sum(shard.size for shard in self.shards) if self.only is None else 1
+        return sum(shard.size for shard in self.shards) if self.part is None else len(self.part)
 
     @property
     def what(self) -> str:
         name = self.shards[0].what + (f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else "")
-        return name if self.only is None else f"{name} image {self.only}"
+        if self.part is None:
+            return name
+        return f"{name} image {self.part[0]}" if self.group is None else f"{name} (group {self.group})"
 
     def rows(self) -> Iterator[tuple[_Shard, int]]:
         """(shard, row in it) of every image, in the order of the call's answer."""
         every = [(shard, row) for shard in self.shards for row in range(shard.size)]
-        yield from every if self.only is None else [every[self.only]]
+        yield from every if self.part is None else every[self.part.start : self.part.stop]
 
 
 class Scoring:
@@ -107,19 +109,20 @@ class Scoring:
 
     def submit(
         self, what: str, order: tuple, images: ray.ObjectRef, records: Sequence[PromptRecord],
-        on_scores: Callable[[ShardScores], None], *, rewards: Sequence[str], group: tuple[int, int] | None = None,
+        on_scores: Callable[[ShardScores], None], *, rewards: Sequence[str], groups: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Score one shard; `on_scores` is called once, when every reward has answered or failed for good.
 
         Args:
             order: plan order; a group's shards agree in all but the last part.
             rewards: names of the rewards to ask.
-            group: (id, number of shards) of its group, for rewards that score whole groups.
+            groups: (id, number of its shards) of each of the shard's groups, in order and of equal size, for rewards that
+                score whole groups. A shard of several groups holds each of them alone.
         """
         m = len(records)
         shard = _Shard(what, order, images, [r.prompt for r in records], [r.reward_metadata for r in records],
-                       (records[0].height, records[0].width), on_scores, ShardScores({}, np.ones(m, dtype=bool)),
-                       dict.fromkeys(rewards, m))
+                       (records[0].height, records[0].width), on_scores,
+                       ShardScores({}, np.ones(m, dtype=bool), np.zeros(m, dtype=bool)), dict.fromkeys(rewards, m))
         if not rewards:
             on_scores(shard.result)
         for reward in rewards:
@@ -127,11 +130,17 @@ class Scoring:
             if reward not in self._of_groups:
                 self._send(_Batch(reward, [shard]))
                 continue
+            if len(groups) > 1:
+                size = m // len(groups)
+                for start, (group, _) in zip(range(0, m, size), groups, strict=True):
+                    self._send(_Batch(reward, [shard], group, range(start, start + size)))
+                continue
+            [(group, count)] = groups
             waiting = self._groups.setdefault((reward, order[:-1]), [])
             waiting.append(shard)
-            if len(waiting) == group[1]:
+            if len(waiting) == count:
                 del self._groups[reward, order[:-1]]
-                self._send(_Batch(reward, sorted(waiting, key=lambda s: s.order), group=group[0]))
+                self._send(_Batch(reward, sorted(waiting, key=lambda s: s.order), group))
 
     def expect(self, images: int) -> None:
         """So many images come until the next `check_budget`: a budget that they cannot keep any more stops the run at once."""
@@ -152,7 +161,7 @@ class Scoring:
                                 f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
 
     def _send(self, batch: _Batch) -> None:
-        whole = batch.only is None and batch.retries == 0
+        whole = batch.part is None and batch.retries == 0
         self._pools[batch.reward].submit(self._task(batch, fill=self._fill.get(batch.reward, 0) if whole else 0))
 
     def _join(self, tasks: list[Task]) -> Task:
@@ -162,9 +171,10 @@ class Scoring:
     def _task(self, batch: _Batch, fill: int = 0) -> Task:
         shards = batch.shards
         ids = None if batch.group is None else [batch.group] * batch.size
+        part = None if batch.part is None else (batch.part.start, batch.part.stop)
         prompts, metadata = [p for s in shards for p in s.prompts], [d for s in shards for d in s.metadata]
         return Task(
-            what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, batch.only, *(s.images for s in shards)),
+            what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, part, *(s.images for s in shards)),
             order=shards[0].order, timeout_s=self._config.rewards[batch.reward].timeout_s,
             on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
             size=batch.size, fill=fill, kind=shards[0].size_wanted, payload=batch, join=self._join,
@@ -195,10 +205,10 @@ class Scoring:
         text = f"reward {reward} failed on {batch.what}: {described(error)}"
         if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
-            alone = batch.group is None and batch.only is None
+            alone = batch.group is None and batch.part is None
             log.warning("%s; %s", text, "scoring its images one by one" if alone else "scoring it again")
-            again = ([_Batch(reward, [shard], None, row, batch.retries + 1) for shard, row in batch.rows()] if alone
-                     else [_Batch(reward, batch.shards, batch.group, batch.only, batch.retries + 1)])
+            again = ([_Batch(reward, [shard], None, range(row, row + 1), batch.retries + 1) for shard, row in batch.rows()]
+                     if alone else [_Batch(reward, batch.shards, batch.group, batch.part, batch.retries + 1)])
             for each in again:
                 self._send(each)
             return
@@ -215,7 +225,7 @@ class Scoring:
             shard.result.scores.setdefault(reward, np.full(shard.size, np.nan))
             if settings.weight != 0:
                 shard.result.valid[row] = False
-                shard.result.dropped |= settings.on_failure == "drop_group"
+                shard.result.dropped[row] |= settings.on_failure == "drop_group"
         self._close(reward, rows)
 
     @staticmethod

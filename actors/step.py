@@ -18,8 +18,8 @@ from flowgrpo_ray.trajectory import GroupScores
 @dataclass
 class _Group:
     conditioning: ray.ObjectRef | None = None
-    trajectories: dict[int, ray.ObjectRef] = field(default_factory=dict)  # by sampling shard
-    scores: dict[int, ShardScores] = field(default_factory=dict)  # by sampling shard
+    shards: list[ShardPlan] = field(default_factory=list)  # sampling shards that hold its samples
+    scores: dict[int, ShardScores] = field(default_factory=dict)  # its own rows, by sampling shard
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,31 @@ class StepBoard:
     def __init__(self, config: Config, plan: StepPlan, world_size: int) -> None:
         self.plan = plan
         self._config = config
-        self._groups = [_Group() for _ in plan.groups]
+        self._groups = [_Group(shards=plan.shards_of(group)) for group in range(len(plan.groups))]
+        self._trajectories: dict[ShardPlan, ray.ObjectRef] = {}
+        self._waiting = list(plan.shards)  # for a conditioning
         self._whole_step = needs_whole_step(config) or config.train.on_ratio_mismatch == "recompute"
         self._told: set[int] = set()
         self._updates = [micro_steps(plan.train_shards(u), world_size) for u in range(len(plan.updates))]
         self._position = (0, 0)  # (update, micro-step) to issue next
-        self._shards_left = sum(len(group.shards) for group in plan.groups)
+        self._shards_left = len(plan.shards)
         self.complete: dict[int, GroupScores] = {}
         self.dropped_groups = 0
         self.trajectory_bytes = 0
 
-    def encoded(self, group: int, conditioning: ray.ObjectRef) -> None:
+    def encoded(self, group: int, conditioning: ray.ObjectRef) -> list[ShardPlan]:
+        """Take a group's conditioning; returns the shards that can be sampled now, each once."""
         self._groups[group].conditioning = conditioning
+        complete = [shard for shard in self._waiting if all(self._groups[g].conditioning is not None for g in shard.groups)]
+        self._waiting = [shard for shard in self._waiting if shard not in complete]
+        return complete
+
+    def conditionings(self, shard: ShardPlan) -> list[ray.ObjectRef]:
+        """Conditioning of each of the shard's groups, in order."""
+        return [self._groups[group].conditioning for group in shard.groups]
 
     def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
-        self._groups[shard.group].trajectories[shard.shard] = trajectory
+        self._trajectories[shard] = trajectory
         self._shards_left -= 1
         self.trajectory_bytes += trajectory_bytes
 
@@ -60,28 +70,37 @@ class StepBoard:
         return self._shards_left == 0
 
     def scored(self, shard: ShardPlan, scores: ShardScores) -> None:
-        """Take a shard's scores; the group is complete with its last one."""
-        group, plan = self._groups[shard.group], self.plan.groups[shard.group]
-        group.scores[shard.shard] = scores
-        if len(group.scores) < len(plan.shards):
+        """Take a shard's scores; a group is complete with its last one."""
+        size = len(shard.samples)
+        for place, number in enumerate(shard.groups):
+            rows = slice(place * size, (place + 1) * size)
+            own = ShardScores({key: values[rows] for key, values in scores.scores.items()}, scores.valid[rows],
+                              scores.dropped[rows])
+            self._scored(number, shard.shard, own)
+
+    def _scored(self, number: int, shard: int, scores: ShardScores) -> None:
+        group = self._groups[number]
+        group.scores[shard] = scores
+        if len(group.scores) < len(group.shards):
             return
-        parts = [group.scores[i] for i in range(len(plan.shards))]
+        parts = [group.scores[i] for i in range(len(group.shards))]
         keys = dict.fromkeys(key for part in parts for key in part.scores)
         valid = np.concatenate([part.valid for part in parts])
-        if any(part.dropped for part in parts):
+        if any(part.dropped.any() for part in parts):
             valid[:] = False
             self.dropped_groups += 1
         rewards = {
             key: np.concatenate([part.scores.get(key, np.full(len(part.valid), np.nan)) for part in parts]) for key in keys
         }
-        self.complete[shard.group] = GroupScores(rewards, valid)
+        self.complete[number] = GroupScores(rewards, valid)
 
     def ready_micro_steps(self) -> Iterator[MicroStep]:
         """Micro-steps of the current update whose groups are complete, in plan order; stops at the update's end."""
         while self._position[1] < len(self._updates[self._position[0]]):
             update, t = self._position
             work = self._updates[update][t]
-            needed = set(range(len(self.plan.groups))) if self._whole_step else {item.shard.group for item in work}
+            needed = set(range(len(self.plan.groups))) if self._whole_step else {
+                group for item in work for group in item.shard.groups}
             if not needed <= self.complete.keys():
                 return
             new = sorted(needed - self._told)
@@ -109,6 +128,8 @@ class StepBoard:
         for group in self.plan.updates[self.update]:
             self._groups[group] = _Group()
         self._position = (self.update + 1, 0)
+        left = {group for update in self.plan.updates[self.update :] for group in update}
+        self._trajectories = {shard: ref for shard, ref in self._trajectories.items() if left & set(shard.groups)}
 
     def later_micro_steps(self) -> Iterator[tuple[RankShard, ...]]:
         """Micro-steps of all updates after the first, whose old log-probs are recomputed before it is applied."""
@@ -116,8 +137,5 @@ class StepBoard:
             yield from update
 
     def arguments(self, work: RankShard) -> tuple[ray.ObjectRef, ...]:
-        """Conditioning and the trajectories that hold the shard's samples."""
-        plan, group = self.plan.groups[work.shard.group], self._groups[work.shard.group]
-        wanted = set(work.shard.samples)
-        parts = [group.trajectories[s.shard] for s in plan.shards if wanted & set(s.samples)]
-        return (group.conditioning, *parts)
+        """Conditioning of each group of the shard, and the trajectories that hold its samples."""
+        return (*self.conditionings(work.shard), *(self._trajectories[s] for s in self.plan.sources(work.shard)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from benchmarks.measure import (
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step
+from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step, training_negative
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
@@ -41,29 +42,30 @@ from flowgrpo_ray.preflight import check
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import get
 from flowgrpo_ray.rewards.base import Reward, validated
+from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
+from flowgrpo_ray.trajectory import Arrays, GroupScores, Trajectory
 
 RUN_ID = "benchmark"
 PHASES = ("encode", "denoise", "decode", "score", "train", "publish")
 PURE = ("denoise", "decode", "score", "train")  # the work of the algorithm itself
 
 
-def training_request(config: Config, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
-    """The request of a training shard."""
-    s = config.sampling
-    return SampleRequest(
-        run_id=RUN_ID, slot="policy", version=group.version,
-        noise_keys=tuple((config.train.seed, group.step, group.group, sample) for sample in shard.samples),
-        stream="train", index=(0,) * len(shard.samples), height=group.height, width=group.width,
-        num_steps=s.num_steps, guidance_scale=s.guidance_scale, window=group.window,
-        shared_initial_noise=s.shared_initial_noise)
+@dataclass
+class Work:
+    """What sampling a step gave, for the learner."""
 
+    conditionings: dict[int, Arrays] = field(default_factory=dict)  # by group
+    negatives: dict[int, Arrays | None] = field(default_factory=dict)
+    trajectories: dict[ShardPlan, Trajectory] = field(default_factory=dict)  # by sampling shard
 
-def negative_text(config: Config, group: GroupPlan) -> str:
-    """The negative prompt of a group."""
-    own = group.record.negative_prompt
-    return config.data.negative_prompt if own is None else own
+    def sampling(self, shard: ShardPlan) -> tuple[Arrays | None, ...]:
+        """Negative conditioning, and that of every group of a shard."""
+        return self.negatives[shard.group], *(self.conditionings[group] for group in shard.groups)
+
+    def arguments(self, plan: StepPlan, shard: ShardPlan) -> tuple[Any, ...]:
+        """Arguments of `Learner.accumulate` after the training shard itself."""
+        return *self.sampling(shard), *(self.trajectories[source] for source in plan.sources(shard))
 
 
 class Clock:
@@ -97,9 +99,9 @@ class Sequential:
         self.sampler.slots.adopt("policy", version)
 
     def _negative(self, group: GroupPlan) -> Arrays | None:
-        if not self.policy.uses_cfg(self.config.sampling.guidance_scale):
+        text = training_negative(self.config, group.record)
+        if text is None or not self.policy.uses_cfg(self.config.sampling.guidance_scale):
             return None
-        text = negative_text(self.config, group)
         if text not in self._negatives:
             self._negatives[text] = self.sampler.encode(PromptRecord(prompt=text))
         return self._negatives[text]
@@ -108,47 +110,44 @@ class Sequential:
         """One step (0-based, in order); the time of each phase."""
         clock, plan = Clock(self.policy.device), plan_step(self.config, records, step)
         self.learner.begin_step(plan)
-        work: dict[int, tuple[Any, ...]] = {}
+        work = Work()
         for group in plan.groups:
             with clock.phase("encode"):
-                negative, conditioning = self._negative(group), self.sampler.encode(group.record)
-            trajectories, scores = self._sample_group(clock, group, negative, conditioning)
-            self.learner.add_scores({group.group: scores})
-            work[group.group] = (negative, conditioning, *trajectories)
+                work.negatives[group.group] = self._negative(group)
+                work.conditionings[group.group] = self.sampler.encode(group.record)
+        self.learner.add_scores(self._sample(clock, plan, work))
         with clock.phase("train"):
             self._train(plan, work)
         with clock.phase("publish"):
             self._publish(step + 1)
         return clock.phases
 
-    def _sample_group(
-        self, clock: Clock, group: GroupPlan, negative: Arrays | None, conditioning: Arrays
-    ) -> tuple[list[Trajectory], GroupScores]:
-        trajectories, parts = [], []
-        for shard in group.shards:
-            request = training_request(self.config, group, shard)
+    def _sample(self, clock: Clock, plan: StepPlan, work: Work) -> dict[int, GroupScores]:
+        """Sample and score every shard; trajectories go into `work`."""
+        columns: dict[int, dict[str, list[np.ndarray]]] = {}
+        for shard in plan.shards:
+            request = sample_request(self.config, RUN_ID, plan, shard)
             with clock.phase("denoise"):
                 digest = self.sampler.slots.bind(request.slot, request.version)
-                x, trajectory = self.sampler.denoise(request, digest, negative, conditioning)
+                x, work.trajectories[shard] = self.sampler.denoise(request, digest, *work.sampling(shard))
             with clock.phase("decode"):
-                images = self.policy.decode(x, group.height, group.width)
+                images = self.policy.decode(x, request.height, request.width)
             with clock.phase("score"):
-                m, scores = len(images), {}
+                records, scores = [plan.groups[group].record for group, _ in shard.rows], {}
                 for name, reward in self.rewards.items():
-                    answer = reward.score(images, [group.record.prompt] * m, [group.record.metadata] * m)
-                    scores |= validated(answer, m, name)
-            trajectories.append(trajectory)
-            parts.append(scores)
-        rewards = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-        return trajectories, GroupScores(rewards, np.ones(self.config.sampling.group_size, dtype=bool))
+                    answer = reward.score(images, [r.prompt for r in records], [r.reward_metadata for r in records])
+                    scores |= validated(answer, len(images), name)
+            for key, values in scores.items():
+                for group, own in zip(shard.groups, np.split(values, len(shard.groups)), strict=True):
+                    columns.setdefault(group, {}).setdefault(key, []).append(own)
+        valid = np.ones(self.config.sampling.group_size, dtype=bool)
+        return {group: GroupScores({key: np.concatenate(parts) for key, parts in column.items()}, valid)
+                for group, column in columns.items()}
 
-    def _train(self, plan: StepPlan, work: Mapping[int, tuple[Any, ...]]) -> None:
+    def _train(self, plan: StepPlan, work: Work) -> None:
         for update in range(len(plan.updates)):
             for (item,) in micro_steps(plan.train_shards(update), 1):
-                negative, conditioning, *trajectories = work[item.shard.group]
-                wanted = set(item.shard.samples)
-                parts = [t for t in trajectories if wanted & {key[3] for key in t.request.noise_keys}]
-                self.learner.accumulate(item, negative, conditioning, *parts)
+                self.learner.accumulate(item, *work.arguments(plan, item.shard))
             self.learner.apply()
 
 

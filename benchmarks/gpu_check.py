@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.baseline import RUN_ID, training_request
+from benchmarks.baseline import RUN_ID, Work
 from benchmarks.gpu_models import SPECS, build_policy, perturbed, random_conditioning, spec_of, weight_bytes
 from benchmarks.learner import random_scores
 from benchmarks.measure import DEMO, ROOT, device_of, machine, parser, print_machine, print_table, run_main
@@ -38,15 +38,14 @@ from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, Trajectory
+from flowgrpo_ray.trajectory import Arrays
 
 GIB = 2**30
 MODELS = (*SPECS, "tiny")
 RECORDS = [PromptRecord(f'the word "{word}"') for word in ("CAT", "OWL", "FOX")]
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-
-Work = dict[int, tuple[Arrays | None, Arrays, list[Trajectory]]]
 
 
 def configuration(
@@ -104,26 +103,21 @@ def sample(policy: Policy, config: Config, plan: StepPlan, small: bool, watch: A
     sampler.slots.adopt("policy", plan.version)
     cfg = policy.uses_cfg(config.sampling.guidance_scale)
     negative = conditioning(policy, config, -1, small) if cfg else None
-    texts = {g.group: conditioning(policy, config, g.prompt, small) for g in plan.groups}
-    first = plan.groups[0]
-    sampler.sample(training_request(config, first, first.shards[0]), negative, texts[first.group])
+    work = Work({g.group: conditioning(policy, config, g.prompt, small) for g in plan.groups},
+                {g.group: negative for g in plan.groups})
+    sampler.sample(sample_request(config, RUN_ID, plan, plan.shards[0]), *work.sampling(plan.shards[0]))
     if watch is not None:
         watch.start_again()
-    work: Work = {}
-    for group in plan.groups:
-        parts = []
-        for shard in group.shards:
-            _, images, trajectory = sampler.sample(training_request(config, group, shard), negative, texts[group.group])
-            parts.append(trajectory)
-        work[group.group] = (negative, texts[group.group], parts)
+    for shard in plan.shards:
+        request = sample_request(config, RUN_ID, plan, shard)
+        _, images, work.trajectories[shard] = sampler.sample(request, *work.sampling(shard))
     return work, images
 
 
 def items(plan: StepPlan, work: Work, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Any, ...]]:
     """Arguments of every `Learner.accumulate` of one rank."""
     for row in micro_steps(plan.train_shards(0), world_size):
-        negative, text, parts = work[row[rank].shard.group]
-        yield row[rank], negative, text, parts[row[rank].shard.shard]
+        yield row[rank], *work.arguments(plan, row[rank].shard)
 
 
 class RecordingLearner(Learner):
@@ -230,7 +224,7 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
         work, pictures = sample(policy, config, plan, small, watch)
     stages.done["sample"]["images_per_s"] = images / stages.done["sample"]["seconds"]
     finite = all(np.isfinite(part.log_probs).all() and np.isfinite(part.latents).all()
-                 for _, _, parts in work.values() for part in parts)
+                 for part in work.trajectories.values())
     check("samples are finite, and the images no blanks", finite and pictures.std() > 0,
           f"standard deviation {pictures.std():.1f}")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.baseline import RUN_ID, negative_text, training_request
+from benchmarks.baseline import RUN_ID, Work
 from benchmarks.measure import (
     configuration,
     device_of,
@@ -36,17 +36,16 @@ from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.learning.advantages import step_advantages
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import StepPlan, micro_steps, plan_step
+from flowgrpo_ray.plan import StepPlan, micro_steps, plan_step, training_negative
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, GroupScores, Trajectory, from_wire
-
-Work = dict[int, tuple[Arrays | None, Arrays, list[Trajectory]]]
+from flowgrpo_ray.trajectory import Arrays, GroupScores, from_wire
 
 
 def check_supported(config: Config) -> None:
@@ -66,24 +65,25 @@ def check_supported(config: Config) -> None:
     }
     wrong = [f"{key} is {value!r}; the bare loop needs {need!r}"
              for key, (value, need) in wanted.items() if value != need]
-    if config.train_micro_batch != config.sampling.micro_batch:
-        wrong.append("train.micro_batch has to be sampling.micro_batch")
+    if (config.train_micro_batch, config.train_batch_groups) != (
+            config.sampling.micro_batch, config.sampling.batch_groups):
+        wrong.append("train.micro_batch and train.batch_groups must be those of sampling")
     if wrong:
         raise ConfigError("\n".join(wrong))
 
 
 def sample(config: Config, policy: Policy, plan: StepPlan) -> Work:
-    """Conditioning and trajectories of a step, by group."""
-    sampler, out = Sampler(policy, config), {}
+    """Conditionings and trajectories of a step."""
+    sampler, out = Sampler(policy, config), Work()
     sampler.slots.load("policy", plan.version, lora.read_state(policy))
     for group in plan.groups:
-        negative = None
+        out.negatives[group.group] = None
         if policy.uses_cfg(config.sampling.guidance_scale):
-            negative = sampler.encode(PromptRecord(prompt=negative_text(config, group)))
-        conditioning = sampler.encode(group.record)
-        trajectories = [sampler.sample(training_request(config, group, shard), negative, conditioning)[2]
-                        for shard in group.shards]
-        out[group.group] = (negative, conditioning, trajectories)
+            text = training_negative(config, group.record)
+            out.negatives[group.group] = sampler.encode(PromptRecord(prompt=text))
+        out.conditionings[group.group] = sampler.encode(group.record)
+    for shard in plan.shards:
+        out.trajectories[shard] = sampler.sample(sample_request(config, RUN_ID, plan, shard), *out.sampling(shard))[2]
     return out
 
 
@@ -100,8 +100,7 @@ def run_learner(learner: Learner, plan: StepPlan, work: Work, scores: dict[int, 
     learner.add_scores(scores)
     for update in range(len(plan.updates)):
         for (item,) in micro_steps(plan.train_shards(update), 1):
-            negative, conditioning, trajectories = work[item.shard.group]
-            learner.accumulate(item, negative, conditioning, trajectories[item.shard.shard])
+            learner.accumulate(item, *work.arguments(plan, item.shard))
         learner.apply()
 
 
@@ -141,13 +140,13 @@ class BareLoop:
         for update in range(len(plan.updates)):
             shards = []
             for shard in plan.train_shards(update):
-                negative, conditioning, trajectories = work[shard.group]
-                part = trajectories[shard.shard]
-                rows = [conditioning] if negative is None else [negative, conditioning]
-                m = len(shard.samples)
+                negative, *conditionings = work.sampling(shard)
+                part, m = work.trajectories[shard], len(shard.samples)
+                rows = conditionings if negative is None else [negative] * len(conditionings) + conditionings
                 text = {key: torch.cat([from_wire(row[key], self.device).repeat_interleave(m, 0) for row in rows])
-                        for key in conditioning}
-                advantage = torch.from_numpy(advantages[shard.group][list(shard.samples)]).float().to(self.device)
+                        for key in conditionings[0]}
+                advantage = torch.from_numpy(np.concatenate(
+                    [advantages[group][list(shard.samples)] for group in shard.groups])).float().to(self.device)
                 shards.append((from_wire(part.latents, self.device), from_wire(part.log_probs, self.device),
                                part.sigmas.tolist(), part.window[0], advantage, text))
             self.updates.append(shards)
@@ -233,7 +232,7 @@ def measure(config: Config, *, repeats: int, device: str = "cpu") -> dict[str, A
     samples = config.sampling.group_size * config.sampling.groups_per_step
     return {
         "benchmark": "learner", "machine": found, "model": config.model.path, "target": 0.95,
-        "updates": len(plan.updates), "shards": sum(len(g.train_shards) for g in plan.groups),
+        "updates": len(plan.updates), "shards": len(plan.training),
         "micro_batch": config.train_micro_batch,
         "window": config.window_size, "samples": samples, "distance_of_results": apart,
         "seconds": {name: spread(values) for name, values in wall.items()},

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.baseline import negative_text, training_request
+from benchmarks.baseline import RUN_ID
 from benchmarks.measure import (
     configuration,
     device_of,
@@ -34,11 +34,12 @@ from benchmarks.measure import (
     take_turns,
 )
 from flowgrpo_ray.config import Config, from_tree
-from flowgrpo_ray.plan import plan_step
+from flowgrpo_ray.plan import plan_step, training_negative
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler, step_noise
 from flowgrpo_ray.trajectory import Arrays, SampleRequest, from_wire
 
@@ -76,13 +77,13 @@ def run_case(sampler: Sampler, config: Config, records: Sequence[PromptRecord], 
     policy = sampler.policy
     config = config.model_copy(deep=True)
     config.sampling.guidance_scale = guidance
-    group = plan_step(config, records, 0).groups[0]
-    sde = training_request(config, group, group.shards[0])
+    plan = plan_step(config, records, 0)
+    group, sde = plan.groups[0], sample_request(config, RUN_ID, plan, plan.shards[0])
     ode = replace(sde, window=(0, 0))
     conditioning = sampler.encode(group.record)
     negative = None
     if policy.uses_cfg(guidance):
-        negative = sampler.encode(PromptRecord(prompt=negative_text(config, group)))
+        negative = sampler.encode(PromptRecord(prompt=training_negative(config, group.record)))
     digest = sampler.slots.bind("policy", 0)
     stock = Stock(policy, ode, negative, conditioning)
 

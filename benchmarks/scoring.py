@@ -82,7 +82,7 @@ class Pool:
         started = time.perf_counter()
         for number, (ref, part) in enumerate(zip(images, records, strict=True)):
             self.scoring.submit(f"shard {number}", (0, number, 0), ref, part, answered.append, rewards=[self.name],
-                                group=(number, 1))
+                                groups=[(number, 1)])
         drive([self.pool], lambda: len(answered) == len(images), "the scores")
         return time.perf_counter() - started
 

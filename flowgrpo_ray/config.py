@@ -108,9 +108,17 @@ class Config(Section):
             if value and s.group_size >= 2 and s.group_size % value:
                 problems.append(f"{key} is {value}, which does not divide sampling.group_size {s.group_size}; "
                                 f"its divisors are {', '.join(map(str, divisors(s.group_size)))}")
-        if t.micro_batch not in (None, s.micro_batch) and t.ratio_tolerance == "auto":
-            problems.append(f"train.micro_batch {t.micro_batch} differs from sampling.micro_batch {s.micro_batch}: "
-                            "bits depend on batch shape, so set train.ratio_tolerance to a number, for example "
+        for section, batch, micro_batch in (("sampling", s.batch_groups, s.micro_batch),
+                                            ("train", self.train_batch_groups, self.train_micro_batch)):
+            if batch > 1 and micro_batch != s.group_size:
+                problems.append(f"{section}.batch_groups is {batch}, so a micro-batch holds whole groups: set "
+                                f"{section}.micro_batch to sampling.group_size ({s.group_size}), or "
+                                f"{section}.batch_groups to 1")
+        rows, train_rows = s.micro_batch * s.batch_groups, self.train_micro_batch * self.train_batch_groups
+        if rows != train_rows and t.ratio_tolerance == "auto":
+            problems.append(f"training micro-batches have {train_rows} rows (train.micro_batch {self.train_micro_batch} x "
+                            f"train.batch_groups {self.train_batch_groups}), those of sampling {rows}: bits depend on batch "
+                            "shape, so set train.ratio_tolerance to a number, for example "
                             f"{self.loss.clip_low / 4:g}")
         if s.groups_per_step % t.updates_per_step:
             problems.append(f"train.updates_per_step is {t.updates_per_step}, which does not divide "
@@ -193,6 +201,10 @@ class Config(Section):
     @property
     def train_micro_batch(self) -> int:
         return self.train.micro_batch or self.sampling.micro_batch
+
+    @property
+    def train_batch_groups(self) -> int:
+        return self.train.batch_groups or self.sampling.batch_groups
 
     def reward_pool(self, name: str) -> PoolConfig:
         """Resources of one reward's actors (defaults where the configuration names none)."""

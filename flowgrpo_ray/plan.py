@@ -7,7 +7,7 @@ the result. Bits depend on batch shape: every piece of work has the shape that t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,11 +44,24 @@ def prompt_index(seed: int, position: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Unit of work: `samples` (indices within the group) of one group."""
+    """Unit of work: the same `samples` (indices within the group) of every group in `groups`.
 
-    group: int
+    One group, unless `batch_groups` lets a micro-batch span several; then all samples of each.
+    """
+
+    groups: tuple[int, ...]
     shard: int
     samples: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """The first group; with `shard` it identifies the micro-batch within its step."""
+        return self.groups[0]
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """(group, sample) of every row of the batch."""
+        return tuple((group, sample) for group in self.groups for sample in self.samples)
 
 
 @dataclass(frozen=True)
@@ -63,22 +76,30 @@ class GroupPlan:
     width: int
     window: tuple[int, int]  # (start, size)
     version: int
-    shards: tuple[ShardPlan, ...]
-    train_shards: tuple[ShardPlan, ...]
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A training step: its groups in plan order, and which of them each update takes."""
+    """A training step: its groups in plan order, which of them each update takes, and the micro-batches of both phases."""
 
     step: int
     version: int
     groups: tuple[GroupPlan, ...]
     updates: tuple[tuple[int, ...], ...]  # group indices per update, contiguous in plan order
+    shards: tuple[ShardPlan, ...]  # sampling
+    training: tuple[ShardPlan, ...]
 
     def train_shards(self, update: int) -> list[ShardPlan]:
-        """All training shards of an update, in plan order."""
-        return [shard for group in self.updates[update] for shard in self.groups[group].train_shards]
+        """All training shards of an update, in plan order; none holds groups of two updates."""
+        return [shard for shard in self.training if shard.group in self.updates[update]]
+
+    def shards_of(self, group: int) -> list[ShardPlan]:
+        """Sampling shards that hold samples of a group, in plan order."""
+        return [shard for shard in self.shards if group in shard.groups]
+
+    def sources(self, shard: ShardPlan) -> list[ShardPlan]:
+        """Sampling shards that hold the samples of a training shard, in plan order."""
+        return [source for source in self.shards if set(shard.rows) & set(source.rows)]
 
 
 @dataclass(frozen=True)
@@ -99,11 +120,27 @@ def micro_steps(shards: Sequence[ShardPlan], world_size: int) -> list[tuple[Rank
     return out
 
 
-def split_samples(group: int, group_size: int, micro_batch: int) -> tuple[ShardPlan, ...]:
+def split_groups(
+    groups: Sequence[int], group_size: int, micro_batch: int, batch_groups: int = 1
+) -> tuple[ShardPlan, ...]:
+    """Shards of `batch_groups` groups each (the last may hold fewer), `micro_batch` samples of every group."""
     return tuple(
-        ShardPlan(group, shard, tuple(range(start, start + micro_batch)))
+        ShardPlan(tuple(groups[first : first + batch_groups]), shard, tuple(range(start, start + micro_batch)))
+        for first in range(0, len(groups), batch_groups)
         for shard, start in enumerate(range(0, group_size, micro_batch))
     )
+
+
+def batchable(kinds: Sequence[Hashable], size: int, starts: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """Blocks of at most `size` consecutive groups of one kind; no block goes on into a group of `starts`."""
+    blocks: list[tuple[int, ...]] = []
+    for group, kind in enumerate(kinds):
+        fits = blocks and len(blocks[-1]) < size and kinds[blocks[-1][0]] == kind and group not in starts
+        if fits:
+            blocks[-1] += (group,)
+        else:
+            blocks.append((group,))
+    return blocks
 
 
 def window_of(seed: int, step: int, group: int, first: int, end: int, size: int) -> tuple[int, int]:
@@ -112,24 +149,40 @@ def window_of(seed: int, step: int, group: int, first: int, end: int, size: int)
     return first + int(_rng("window", seed, step, group).integers(places)), size
 
 
+def training_negative(config: Config, record: PromptRecord) -> str | None:
+    """The negative prompt that a training sample of a record gets; None if there is no CFG pass."""
+    if config.sampling.guidance_scale <= 1:
+        return None
+    return config.data.negative_prompt if record.negative_prompt is None else record.negative_prompt
+
+
 def plan_step(config: Config, records: Sequence[PromptRecord], step: int) -> StepPlan:
-    """The plan of training step `step` (0-based); its groups are sampled with policy version `step`."""
-    s, seed = config.sampling, config.train.seed
-    first, end = config.window_range
-    groups = []
-    for group in range(s.groups_per_step):
-        prompt = prompt_index(seed, step * s.groups_per_step + group, len(records))
-        record = records[prompt]
-        groups.append(GroupPlan(
-            step=step, group=group, prompt=prompt, record=record,
-            height=record.height or s.height, width=record.width or s.width,
-            window=window_of(seed, step, group, first, end, config.window_size), version=step,
-            shards=split_samples(group, s.group_size, s.micro_batch),
-            train_shards=split_samples(group, s.group_size, config.train_micro_batch),
-        ))
-    size = s.groups_per_step // config.train.updates_per_step
-    updates = tuple(tuple(range(u * size, (u + 1) * size)) for u in range(config.train.updates_per_step))
-    return StepPlan(step, step, tuple(groups), updates)
+    """The plan of training step `step` (0-based); its groups are sampled with policy version `step`.
+
+    The larger of `sampling.batch_groups` and `train.batch_groups` forms blocks of consecutive groups of one image size
+    and one negative prompt, and a block has one window, drawn for its first group. Micro-batches never leave their
+    block; those of training end with their update, and a block does so too, unless sampling's are the larger ones.
+    """
+    s, t, seed = config.sampling, config.train, config.train.seed
+    prompts = [prompt_index(seed, step * s.groups_per_step + group, len(records)) for group in range(s.groups_per_step)]
+    drawn = [records[prompt] for prompt in prompts]
+    kinds = [(r.height or s.height, r.width or s.width, training_negative(config, r)) for r in drawn]
+    size = s.groups_per_step // t.updates_per_step
+    updates = tuple(tuple(range(u * size, (u + 1) * size)) for u in range(t.updates_per_step))
+    together, trained_together = s.batch_groups, config.train_batch_groups
+    blocks = batchable(kinds, max(together, trained_together),
+                       () if together > trained_together else [update[0] for update in updates])
+    windows = {group: window_of(seed, step, block[0], *config.window_range, config.window_size)
+               for block in blocks for group in block}
+    groups = tuple(
+        GroupPlan(step=step, group=group, prompt=prompt, record=drawn[group], height=kinds[group][0],
+                  width=kinds[group][1], window=windows[group], version=step)
+        for group, prompt in enumerate(prompts))
+    shards = tuple(shard for block in blocks for shard in split_groups(block, s.group_size, s.micro_batch, together))
+    training = tuple(
+        shard for update in updates for block in blocks for shard in split_groups(
+            [group for group in block if group in update], s.group_size, config.train_micro_batch, trained_together))
+    return StepPlan(step, step, groups, updates, shards, training)
 
 
 @dataclass(frozen=True)

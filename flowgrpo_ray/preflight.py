@@ -112,7 +112,7 @@ def _warn_of_waits(name: str, reward: RewardConfig, cls: type[Reward], config: C
     settings, sampling = settings_of(cls, reward.options), config.sampling
     images = sampling.group_size
     if cls.scope == "sample":
-        images = max(sampling.micro_batch, (config.data.eval_prompts and config.eval.micro_batch) or 0)
+        images = max(sampling.micro_batch * sampling.batch_groups, (config.data.eval_prompts and config.eval.micro_batch) or 0)
     requests = cls.requests_in_turn(settings, images)
     if cls.longest_wait(settings) * requests >= reward.timeout_s:
         others = ", ".join(key for key in ("batch_size", "concurrency", "max_pairs") if key in cls.options)

@@ -114,6 +114,8 @@ class SamplingConfig(Section):
     group_size: int = Field(24, description="Samples per prompt (k)")
     groups_per_step: Positive = Field(48, description="Groups (prompts) per training step")
     micro_batch: Positive = Field(8, description="Samples per shard, the unit of work; it divides group_size")
+    batch_groups: Positive = Field(
+        1, description="Groups per micro-batch, of one size and with one window; more than 1 needs micro_batch = group_size")
     shared_initial_noise: bool = Field(False, description="All samples of a group start from the same noise")
     max_staleness: NonNegative = Field(0, description="Steps that a sample's weights may lag; only 0 (on-policy) yet")
 
@@ -179,6 +181,8 @@ class TrainConfig(Section):
     seed: Seed = Field(42, description="Seed of prompts order, windows, noise and LoRA initialisation")
     updates_per_step: Positive = Field(1, description="Optimizer updates per step; divides groups_per_step")
     micro_batch: Positive | None = Field(None, description="Samples per training forward; default sampling.micro_batch")
+    batch_groups: Positive | None = Field(
+        None, description="Groups per training forward, within one update; default sampling.batch_groups")
     learning_rate: float = Field(3e-4, gt=0, description="AdamW learning rate, constant")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="AdamW betas")
     adam_eps: float = Field(1e-8, gt=0, description="AdamW eps")

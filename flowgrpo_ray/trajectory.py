@@ -40,7 +40,7 @@ def from_wire(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Te
 class SampleRequest:
     """One shard to sample: the plan's work, told to whoever runs it.
 
-    `index[j]` is the row of the conditioning (axis 0 = prompt) of sample j; in training all are 0.
+    `index[j]` is the row of the conditioning (axis 0 = prompt) of sample j: in training, which group of the shard it is of.
     `noise_keys[j]` = (seed, step, group, sample) of sample j; see `plan.noise_seed`.
     """
 

@@ -80,23 +80,27 @@ def noise(key: tuple[int, int, int, int], step_index: int, shape: tuple[int, ...
 
 
 def walk(config: Config, policy: Policy, plan: StepPlan, data: StepData, update: int) -> Iterator[tuple]:
-    """(group, shard, j, step index, x, x_next, velocity, sigmas, request) of every window step of an update."""
+    """(group, shard, j, step index, x, x_next, velocity, sigmas, noise keys, old log-probs) of every window step of an
+    update, a group at a time."""
+    every = [part for parts in data.trajectories.values() for part in parts]
     for group in plan.updates[update]:
         start, size = plan.groups[group].window
-        for shard, part in enumerate(data.trajectories[group]):
-            latents, sigmas = torch.from_numpy(part.latents.copy()), part.sigmas.tolist()
+        own = [(part, [i for i, key in enumerate(part.request.noise_keys) if key[2] == group]) for part in every]
+        for shard, (part, rows) in enumerate((part, rows) for part, rows in own if rows):
+            latents, sigmas = torch.from_numpy(part.latents[:, rows]), part.sigmas.tolist()
+            keys, old = [part.request.noise_keys[row] for row in rows], torch.from_numpy(part.log_probs[rows])
             for j in range(size):
                 v = velocity(policy, latents[j], sigmas[start + j], data.conditionings[group], data.negatives[group],
                              config.sampling.guidance_scale)
-                yield (group, shard, j, start + j, latents[j].double(), latents[j + 1].double(), v.double(), sigmas,
-                       part.request)
+                yield (group, shard, j, start + j, latents[j].double(), latents[j + 1].double(), v.double(), sigmas, keys,
+                       old[:, j])
 
 
 @torch.no_grad()
 def log_probs(config: Config, policy: Policy, plan: StepPlan, data: StepData, update: int) -> OldLogProbs:
     """Log-probs of the stored samples under the policy as it stands."""
     columns: dict[tuple[int, int], list[Tensor]] = {}
-    for group, shard, _, i, x, x_next, v, sigmas, _ in walk(config, policy, plan, data, update):
+    for group, shard, _, i, x, x_next, v, sigmas, _, _ in walk(config, policy, plan, data, update):
         mean, std, _ = step(config, x, v, sigmas, i)
         columns.setdefault((group, shard), []).append(log_prob(config, x_next, mean, std))
     return {key: torch.stack(values, dim=1) for key, values in columns.items()}
@@ -112,16 +116,15 @@ def gradients(
     those of all valid samples and window steps.
     """
     c, total, count = config.loss, torch.zeros(()), 0
-    for group, shard, j, i, x, x_next, v, sigmas, request in walk(config, policy, plan, data, update):
+    for group, shard, j, i, x, x_next, v, sigmas, keys, before in walk(config, policy, plan, data, update):
         mean, std, rate_std = step(config, x, v, sigmas, i)
-        samples = [key[3] for key in request.noise_keys]
+        samples = [key[3] for key in keys]
         a = advantages(data, group)[samples]
         valid = torch.from_numpy(data.scores[group].valid[samples])
-        before = torch.from_numpy(data.trajectories[group][shard].log_probs.copy())[:, j]
         before = before if old is None else old[group, shard][:, j]
         log_ratio, scale = log_prob(config, x_next, mean, std) - before, 1.0
         if c.ratio_norm:
-            eps = torch.stack([noise(key, i, tuple(x.shape[1:])) for key in request.noise_keys])
+            eps = torch.stack([noise(key, i, tuple(x.shape[1:])) for key in keys])
             log_ratio = (eps * (mean - (x_next - std * eps))).flatten(1).mean(1)
             scale = 1 / (sigmas[i] - sigmas[i + 1])
         if ratios is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.device import configure_process
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import GroupPlan, RankShard, ShardPlan, StepPlan, micro_steps, plan_step
+from flowgrpo_ray.plan import RankShard, ShardPlan, StepPlan, micro_steps, plan_step
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.lora import LoraSettings
@@ -64,27 +64,28 @@ class StepData:
 
     conditionings: dict[int, Arrays]
     negatives: dict[int, Arrays | None]
-    trajectories: dict[int, list[Trajectory]]  # by sampling shard
+    trajectories: dict[int, list[Trajectory]]  # of the sampling shards that begin with a group
     scores: dict[int, GroupScores]
 
     def arguments(self, plan: StepPlan, work: RankShard) -> tuple[Any, ...]:
-        """Arguments of `Learner.accumulate` after the shard: negative and positive conditioning, and the trajectories
-        that hold the shard's samples."""
-        group, wanted = work.shard.group, set(work.shard.samples)
-        parts = [self.trajectories[group][s.shard] for s in plan.groups[group].shards if wanted & set(s.samples)]
-        return self.negatives[group], self.conditionings[group], *parts
+        """Arguments of `Learner.accumulate` after the shard: negative conditioning, that of its groups, and the
+        trajectories that hold the shard's samples."""
+        groups, wanted = work.shard.groups, set(work.shard.rows)
+        parts = [self.trajectories[s.group][s.shard] for s in plan.shards if wanted & set(s.rows)]
+        return self.negatives[groups[0]], *(self.conditionings[group] for group in groups), *parts
 
 
 def training_request(
-    config: Config, group: GroupPlan, shard: ShardPlan, run_id: str = RUN_ID, **changes: Any
+    config: Config, plan: StepPlan, shard: ShardPlan, run_id: str = RUN_ID, **changes: Any
 ) -> SampleRequest:
     """The request of a training shard."""
-    s = config.sampling
+    s, group = config.sampling, plan.groups[shard.group]
     request = SampleRequest(
         run_id=run_id, slot="policy", version=group.version,
-        noise_keys=tuple((config.train.seed, group.step, group.group, sample) for sample in shard.samples),
-        stream="train", index=(0,) * len(shard.samples), height=group.height, width=group.width,
-        num_steps=s.num_steps, guidance_scale=s.guidance_scale, window=group.window,
+        noise_keys=tuple((config.train.seed, plan.step, number, sample)
+                         for number in shard.groups for sample in shard.samples),
+        stream="train", index=tuple(row // len(shard.samples) for row in range(len(shard.rows))),
+        height=group.height, width=group.width, num_steps=s.num_steps, guidance_scale=s.guidance_scale, window=group.window,
         shared_initial_noise=s.shared_initial_noise)
     return replace(request, **changes)
 
@@ -94,6 +95,7 @@ def sample_step(
 ) -> StepData:
     """Encode, sample and score a step: one prompt per encode, one shard per sample and per score."""
     data, encoded = StepData({}, {}, {}, {}), {}
+    columns: dict[int, dict[str, list[np.ndarray]]] = {}
     for group in plan.groups:
         data.negatives[group.group] = None
         if config.sampling.guidance_scale > 1:
@@ -102,20 +104,21 @@ def sample_step(
             if text not in encoded:
                 encoded[text] = sampler.encode(PromptRecord(prompt=text))
             data.negatives[group.group] = encoded[text]
-        conditioning = data.conditionings[group.group] = sampler.encode(group.record)
-        columns: dict[str, list[np.ndarray]] = {}
-        trajectories = data.trajectories[group.group] = []
-        for shard in group.shards:
-            request = training_request(config, group, shard, run_id)
-            _, images, trajectory = sampler.sample(request, data.negatives[group.group], conditioning)
-            trajectories.append(trajectory)
-            m = len(images)
-            for name, reward in rewards.items():
-                answer = reward.score(images, [group.record.prompt] * m, [group.record.metadata] * m)
-                for key, values in validated(answer, m, name).items():
-                    columns.setdefault(key, []).append(values)
-        scores = {key: np.concatenate(values) for key, values in columns.items()}
-        data.scores[group.group] = GroupScores(scores, np.ones(config.sampling.group_size, dtype=bool))
+        data.conditionings[group.group] = sampler.encode(group.record)
+    for shard in plan.shards:
+        request = training_request(config, plan, shard, run_id)
+        conditionings = [data.conditionings[group] for group in shard.groups]
+        _, images, trajectory = sampler.sample(request, data.negatives[shard.group], *conditionings)
+        data.trajectories.setdefault(shard.group, []).append(trajectory)
+        records = [plan.groups[group].record for group in shard.groups for _ in shard.samples]
+        for name, reward in rewards.items():
+            answer = reward.score(images, [r.prompt for r in records], [r.metadata for r in records])
+            for key, values in validated(answer, len(images), name).items():
+                for group, own in zip(shard.groups, np.split(values, len(shard.groups)), strict=True):
+                    columns.setdefault(group, {}).setdefault(key, []).append(own)
+    for group, parts in columns.items():
+        scores = {key: np.concatenate(values) for key, values in parts.items()}
+        data.scores[group] = GroupScores(scores, np.ones(config.sampling.group_size, dtype=bool))
     return data
 
 

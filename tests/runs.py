@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +58,22 @@ class Watcher:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+
+class Killer(Watcher):
+    """Kills one rollout and one reward actor with SIGKILL while they work on the second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = {"rollout", "reward.jpeg_compressibility"}
+
+    def activity(self, doing):
+        for pool in self.controller.pools:
+            for member, what in zip(pool.members, doing.get(pool.name, []), strict=False):
+                if pool.name in self.left and "step 2" in what:
+                    self.left.discard(pool.name)
+                    os.kill(member.pid, signal.SIGKILL)
+                    break
 
 
 @dataclass

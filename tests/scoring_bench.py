@@ -47,11 +47,13 @@ class Bench:
         for pool in self.pools.values():
             pool.shutdown()
 
-    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1, height=None):
+    def submit(self, images, *, group=0, shard=0, shards=1, prompt="p", step=1, height=None, groups=None, prompts=None):
+        records = [PromptRecord(text, height=height) for text in prompts or [prompt] * len(images)]
         order = (step, group, shard)
         self.scoring.submit(
-            f"group {group} shard {shard}", order, ray.put(images), [PromptRecord(prompt, height=height)] * len(images),
-            lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step), group=(group, shards))
+            f"group {group} shard {shard}", order, ray.put(images), records,
+            lambda scores: self.results.__setitem__(order, scores), rewards=self.scoring.due(step),
+            groups=groups or [(group, shards)])
 
     def drive(self, done):
         drive(list(self.pools.values()), done, "the test")

@@ -147,7 +147,13 @@ def test_an_empty_section_in_a_file_can_be_overridden(tmp_path):
         (["sampling.micro_batch=7"], "sampling.micro_batch is 7, which does not divide sampling.group_size 24; "
                                      "its divisors are 1, 2, 3, 4, 6, 8, 12, 24"),
         (["train.micro_batch=5", "train.ratio_tolerance=0.1"], "train.micro_batch is 5, which does not divide"),
-        (["train.micro_batch=4"], "train.micro_batch 4 differs from sampling.micro_batch 8"),
+        (["train.micro_batch=4"], "training micro-batches have 4 rows (train.micro_batch 4 x train.batch_groups 1), those of "
+                                  "sampling 8: bits depend on batch shape, so set train.ratio_tolerance to a number"),
+        (["sampling.batch_groups=2"], "sampling.batch_groups is 2, so a micro-batch holds whole groups: set "
+                                      "sampling.micro_batch to sampling.group_size (24), or sampling.batch_groups to 1"),
+        (["train.batch_groups=2"], "train.batch_groups is 2, so a micro-batch holds whole groups: set train.micro_batch"),
+        (["sampling.micro_batch=24", "sampling.batch_groups=4", "train.batch_groups=2"],
+         "training micro-batches have 48 rows (train.micro_batch 24 x train.batch_groups 2), those of sampling 96"),
         (["train.updates_per_step=5"], "train.updates_per_step is 5, which does not divide sampling.groups_per_step "
                                        "48; its divisors are 1, 2, 3, 4, 6, 8, 12, 16, 24, 48"),
         (["sampling.window.range=[0, 11]"], "[0, 11] leaves the schedule of 10 steps; the widest range is [0, 10]"),

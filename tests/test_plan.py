@@ -17,7 +17,7 @@ from flowgrpo_ray.plan import (
     plan_evaluation,
     plan_step,
     prompt_index,
-    split_samples,
+    split_groups,
     window_of,
 )
 from flowgrpo_ray.prompts import PromptRecord
@@ -119,7 +119,7 @@ def test_the_default_window_is_all_steps_but_the_last():
 @given(st.integers(2, 48).flatmap(lambda k: st.tuples(st.just(k), st.sampled_from(divisors(k)))))
 def test_shards_are_a_partition_of_the_group(sizes):
     group_size, micro_batch = sizes
-    shards = split_samples(3, group_size, micro_batch)
+    shards = split_groups([3], group_size, micro_batch)
     assert [sample for shard in shards for sample in shard.samples] == list(range(group_size))
     assert {len(shard.samples) for shard in shards} == {micro_batch}
     assert [(shard.group, shard.shard) for shard in shards] == [(3, i) for i in range(group_size // micro_batch)]
@@ -136,14 +136,76 @@ def test_training_shards_may_have_another_size():
     config = from_tree({
         "rewards": {"ocr": {}}, "sampling": {"group_size": 6, "groups_per_step": 2, "micro_batch": 3},
         "train": {"micro_batch": 2, "ratio_tolerance": 1e-4}})
-    group = plan_step(config, RECORDS, 0).groups[0]
-    assert [shard.samples for shard in group.shards] == [(0, 1, 2), (3, 4, 5)]
-    assert [shard.samples for shard in group.train_shards] == [(0, 1), (2, 3), (4, 5)]
+    plan = plan_step(config, RECORDS, 0)
+    trained = [shard for shard in plan.train_shards(0) if shard.groups == (0,)]
+    assert [shard.samples for shard in plan.shards_of(0)] == [(0, 1, 2), (3, 4, 5)]
+    assert [shard.samples for shard in trained] == [(0, 1), (2, 3), (4, 5)]
+    assert [[source.shard for source in plan.sources(shard)] for shard in trained] == [[0], [0, 1], [1]]
+
+
+def batched(sampling: int, training: int | None = None, updates: int = 2, **changes):
+    """12 groups of 6, micro-batches of whole groups."""
+    return from_tree({
+        "rewards": {"ocr": {}},
+        "sampling": {"group_size": 6, "groups_per_step": 12, "micro_batch": 6, "num_steps": 10, "batch_groups": sampling,
+                     "window": {"size": 2, "range": [0, 9]}, **changes},
+        "train": {"updates_per_step": updates, "batch_groups": training, "ratio_tolerance": 1e-4}})
+
+
+def test_without_batches_of_groups_every_window_is_its_own():
+    plan = plan_step(batched(1), RECORDS, 3)
+    assert [shard.groups for shard in plan.shards] == [(group,) for group in range(12)]
+    assert [group.window for group in plan.groups] == [window_of(42, 3, group, 0, 9, 2) for group in range(12)]
+
+
+def test_batches_of_groups_share_the_window_of_their_first_and_end_with_their_update():
+    plan = plan_step(batched(4), RECORDS, 0)
+    batches = [(0, 1, 2, 3), (4, 5), (6, 7, 8, 9), (10, 11)]
+    assert [shard.groups for shard in plan.shards] == batches
+    assert plan.training == plan.shards, "sampling and training have the same shapes"
+    assert plan.train_shards(1) == list(plan.shards[2:])
+    for batch in batches:
+        assert {plan.groups[group].window for group in batch} == {window_of(42, 0, batch[0], 0, 9, 2)}
+    assert plan.shards[1].rows == tuple((group, sample) for group in (4, 5) for sample in range(6))
+
+
+def test_larger_batches_of_sampling_span_updates_and_smaller_ones_lie_in_a_training_batch():
+    plan = plan_step(batched(4, 1, updates=4), RECORDS, 0)
+    assert [shard.groups for shard in plan.shards] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert [shard.groups for shard in plan.train_shards(1)] == [(3,), (4,), (5,)]
+    assert [[s.groups for s in plan.sources(shard)] for shard in plan.train_shards(1)] == [
+        [(0, 1, 2, 3)], [(4, 5, 6, 7)], [(4, 5, 6, 7)]]
+    plan = plan_step(batched(1, 3), RECORDS, 0)
+    assert [shard.groups for shard in plan.shards] == [(group,) for group in range(12)]
+    assert [shard.groups for shard in plan.train_shards(1)] == [(6, 7, 8), (9, 10, 11)]
+    assert [source.groups for source in plan.sources(plan.train_shards(1)[0])] == [(6,), (7,), (8,)]
+
+
+@settings(deadline=None)
+@given(sampling=st.integers(1, 13), training=st.integers(1, 13), updates=st.sampled_from(divisors(12)),
+       step=st.integers(0, 50), guidance=st.sampled_from([1.0, 4.5]))
+def test_batches_of_groups_are_of_one_kind_and_cover_the_step_once(sampling, training, updates, step, guidance):
+    records = [PromptRecord(str(i), line=i + 1, height=64 if i % 3 == 0 else None, negative_prompt="x" if i % 4 == 0 else None)
+               for i in range(11)]
+    plan = plan_step(batched(sampling, training, updates, guidance_scale=guidance, height=32, width=32), records, step)
+    every = [(group, sample) for group in range(12) for sample in range(6)]
+    assert [row for shard in plan.shards for row in shard.rows] == every
+    assert [row for shard in plan.training for row in shard.rows] == every
+    for shards, size in ((plan.shards, sampling), (plan.training, training)):
+        for shard in shards:
+            groups = [plan.groups[group] for group in shard.groups]
+            assert len(groups) <= size
+            assert len({(g.height, g.width, g.window) for g in groups}) == 1
+            assert guidance == 1.0 or len({g.record.negative_prompt for g in groups}) == 1
+    for number, update in enumerate(plan.updates):
+        assert [group for shard in plan.train_shards(number) for group in shard.groups] == list(update)
+    if sampling == training:
+        assert plan.shards == plan.training
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_micro_steps_give_every_shard_once_and_every_rank_the_same_number(world_size):
-    shards = list(split_samples(0, 7, 1))
+    shards = list(split_groups([0], 7, 1))
     rows = micro_steps(shards, world_size)
     assert len(rows) == -(-7 // world_size) and {len(row) for row in rows} == {world_size}
     for t, row in enumerate(rows):

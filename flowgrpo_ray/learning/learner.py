@@ -92,33 +92,32 @@ class Learner:
             self.config, {g: self._scores[g] for g in groups}, prompts={g: self.plan.groups[g].prompt for g in groups},
             history=self.history, step=self.plan.step)
 
-    def accumulate(
-        self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory
-    ) -> dict[str, float]:
+    def accumulate(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> dict[str, float]:
         """Forward and backward over the window of one shard; adds to the gradients of the current update.
 
-        `trajectories` hold, together, the samples of the shard.
+        `parts`: the conditioning of every group of the shard, then trajectories that together hold its samples.
         """
         with devices.Stopwatch(self.policy.device) as watch:
-            shard, group = work.shard, self.plan.groups[work.shard.group]
-            samples = list(shard.samples)
-            batch = self._batch(work, negative, conditioning, trajectories)
-            valid = torch.from_numpy(self._scores[shard.group].valid[samples]).to(self.policy.device)
-            advantages = torch.from_numpy(self._advantages[shard.group][samples]).float().to(self.policy.device)
+            shard, samples = work.shard, list(work.shard.samples)
+            batch = self._batch(work, negative, parts)
+
+            def rows(by_group: dict[int, np.ndarray]) -> torch.Tensor:
+                return torch.from_numpy(np.concatenate([by_group[group][samples] for group in shard.groups]))
+
+            valid = rows({group: self._scores[group].valid for group in shard.groups}).to(self.policy.device)
+            advantages = rows(self._advantages).float().to(self.policy.device)
             self._sums.add_samples(valid, advantages, work.weight)
-            for j in range(group.window[1]):
+            for j in range(batch.window[1]):
                 loss = self._loss(batch, j, advantages, valid, work)
                 (loss * self.loss_scale.value).backward()
         return {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds,
                 "peak_memory": devices.peak_memory_bytes(self.policy.device)}
 
     @torch.no_grad()
-    def recompute(
-        self, work: RankShard, negative: Arrays | None, conditioning: Arrays, *trajectories: Trajectory
-    ) -> None:
+    def recompute(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
         """The learner's own old log-probs of a later update's shard (`train.on_ratio_mismatch: recompute`), and its old
         means where RatioNorm needs them; to be called before the step's first `apply`."""
-        batch = self._batch(work, negative, conditioning, trajectories)
+        batch = self._batch(work, negative, parts)
         steps = [batch.forward(self, j)[1] for j in range(batch.window[1])]
         self._recomputed[(work.shard.group, work.shard.shard)] = [
             (step.log_prob(batch.latents[j + 1]), step.mean if self.config.loss.ratio_norm else None)
@@ -168,22 +167,23 @@ class Learner:
             new = losses.ratio_norm_log_ratio((x_next - own_mean) / transition.std, transition.mean, own_mean)
         return new, torch.zeros_like(old), gate
 
-    def _batch(self, work: RankShard, negative: Arrays | None, conditioning: Arrays,
-               trajectories: tuple[Trajectory, ...]) -> _Batch:
+    def _batch(self, work: RankShard, negative: Arrays | None, parts: tuple[Arrays | Trajectory, ...]) -> _Batch:
         expected = (self.run_id, "policy", self.plan.version)
-        group = self.plan.groups[work.shard.group]
+        groups, window = work.shard.groups, self.plan.groups[work.shard.group].window
+        conditionings, trajectories = parts[: len(groups)], parts[len(groups) :]
         for part in trajectories:
             r = part.request
             if (r.run_id, r.slot, r.version) != expected:
                 raise FlowGrpoError(f"trajectory of {(r.run_id, r.slot, r.version)} offered to step {expected}")
             places = {key[1:3] for key in r.noise_keys}
-            if places != {(group.step, group.group)} or part.window != group.window:
+            wanted = {(self.plan.step, group) for group in groups}
+            if {step for step, _ in places} != {self.plan.step} or not places & wanted or part.window != window:
                 raise FlowGrpoError(f"trajectory of (step, group) {sorted(places)} with window {part.window} offered "
-                                    f"to {(group.step, group.group)} with window {group.window}")
+                                    f"to {sorted(wanted)} with window {window}")
             if self._exported is not None and part.digest != self._exported_digest:
                 raise FlowGrpoError(f"trajectory sampled under adapter {part.digest[:12]}, the learner's version "
                                     f"{self.plan.version} is {self._exported_digest[:12]}")
-        return _Batch(self, work, negative, conditioning, trajectories)
+        return _Batch(self, work, negative, conditionings, trajectories)
 
     def apply(self) -> dict[str, float]:
         """End an update: reduce over ranks, check the on-policy gate, divide, clip, step. Returns its metrics.
@@ -331,19 +331,20 @@ class Learner:
 class _Batch:
     """One training shard on the device, put together from the trajectories that hold its samples."""
 
-    def __init__(self, learner: Learner, work: RankShard, negative: Arrays | None, conditioning: Arrays,
+    def __init__(self, learner: Learner, work: RankShard, negative: Arrays | None, conditionings: tuple[Arrays, ...],
                  trajectories: tuple[Trajectory, ...]) -> None:
-        device = learner.policy.device
-        places = {key[3]: (part, column) for part in trajectories for column, key in enumerate(part.request.noise_keys)}
-        picked = [places[sample] for sample in work.shard.samples]
+        device, shard = learner.policy.device, work.shard
+        places = {key[2:4]: (part, column) for part in trajectories for column, key in enumerate(part.request.noise_keys)}
+        picked = [places[row] for row in shard.rows]
         first = trajectories[0]
         self.window = first.window
         self.latents = from_wire(np.stack([part.latents[:, column] for part, column in picked], axis=1), device)
         self.log_probs = from_wire(np.stack([part.log_probs[column] for part, column in picked]), device)
         self.sigmas = from_wire(first.sigmas)
         keys = tuple(part.request.noise_keys[column] for part, column in picked)
-        self.request = replace(first.request, noise_keys=keys, index=(0,) * len(keys), png=())
-        self.conditioning = build_conditioning(learner.policy, self.request, negative, [conditioning])
+        index = tuple(shard.groups.index(group) for group, _ in shard.rows)
+        self.request = replace(first.request, noise_keys=keys, index=index, png=())
+        self.conditioning = build_conditioning(learner.policy, self.request, negative, conditionings)
 
     def forward(self, learner: Learner, j: int):
         """Velocity and transition at window step j."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.plan import EvalShard, GroupPlan, ShardPlan
+from flowgrpo_ray.plan import EvalShard, ShardPlan, StepPlan
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import SampleRequest
 
 
-def sample_request(config: Config, run_id: str, group: GroupPlan, shard: ShardPlan) -> SampleRequest:
-    """The request of a training shard."""
-    s, seed = config.sampling, config.train.seed
+def sample_request(config: Config, run_id: str, plan: StepPlan, shard: ShardPlan) -> SampleRequest:
+    """The request of a training shard; it goes with the conditionings of `shard.groups`, in that order."""
+    s, seed, group = config.sampling, config.train.seed, plan.groups[shard.group]
     return SampleRequest(
         run_id=run_id, slot="policy", version=group.version,
-        noise_keys=tuple((seed, group.step, group.group, sample) for sample in shard.samples), stream="train",
-        index=(0,) * len(shard.samples), height=group.height, width=group.width, num_steps=s.num_steps,
-        guidance_scale=s.guidance_scale, window=group.window, shared_initial_noise=s.shared_initial_noise)
+        noise_keys=tuple((seed, plan.step, number, sample) for number, sample in shard.rows), stream="train",
+        index=tuple(shard.groups.index(number) for number, _ in shard.rows), height=group.height,
+        width=group.width, num_steps=s.num_steps, guidance_scale=s.guidance_scale, window=group.window,
+        shared_initial_noise=s.shared_initial_noise)
 
 
 def evaluation_request(

@@ -33,6 +33,6 @@ def evaluated(scores: ShardScores) -> dict[str, float]:
 
 
 def test_images_without_a_score_are_counted_also_where_none_has_one():
-    nan = np.full(2, np.nan)
-    assert evaluated(ShardScores({"ocr": nan}, np.zeros(2, dtype=bool))) == {"eval_images/policy": 0, "eval_masked/policy": 2}
-    assert evaluated(ShardScores({}, np.ones(2, dtype=bool))) == {"eval_images/policy": 0}, "nobody was asked"
+    nan, none = np.full(2, np.nan), np.zeros(2, dtype=bool)
+    assert evaluated(ShardScores({"ocr": nan}, none, none)) == {"eval_images/policy": 0, "eval_masked/policy": 2}
+    assert evaluated(ShardScores({}, ~none, none)) == {"eval_images/policy": 0}, "nobody was asked"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import ordered
 import pytest
 import ray
 from reference import train_reference
-from runs import Watcher, assert_same_bits, run, small_config
+from runs import Killer, Watcher, assert_same_bits, run, small_config
 
 from flowgrpo_ray.metrics import METRICS, deterministic
 from flowgrpo_ray.preflight import check
@@ -62,22 +59,6 @@ def test_three_rollout_and_two_reward_actors(baseline, folder):
 
 def test_colocated(baseline, folder):
     assert_same_result(baseline, run(small_config(folder, "colocated", overrides={"pools.placement": "colocated"})))
-
-
-class Killer(Watcher):
-    """Kills one rollout and one reward actor with SIGKILL while they work on the second step."""
-
-    def __init__(self):
-        super().__init__()
-        self.left = {"rollout", "reward.jpeg_compressibility"}
-
-    def activity(self, doing):
-        for pool in self.controller.pools:
-            for member, what in zip(pool.members, doing.get(pool.name, []), strict=False):
-                if pool.name in self.left and "step 2" in what:
-                    self.left.discard(pool.name)
-                    os.kill(member.pid, signal.SIGKILL)
-                    break
 
 
 def test_killed_actors_change_nothing(baseline, folder):

@@ -175,7 +175,7 @@ class KindsBench(Bench):
             self.scoring.submit(
                 f"{name} {number} shard {shard}", (number, name, shard), ray.put(part), [kind.record] * len(part),
                 lambda scores, shard=shard: self.results[key].__setitem__(shard, scores),
-                rewards=[name], group=(number, len(parts)))
+                rewards=[name], groups=[(number, len(parts))])
         return key
 
     def collect(self) -> None:

@@ -113,7 +113,7 @@ def test_a_fault_masks_its_image_alone_and_is_counted(ray_cluster):
     for number, (batch, result) in enumerate(zip(images, results, strict=True)):
         expected = own_rewards.brightness(batch, None, None)
         wrong = [2] if number == 1 else []
-        assert np.flatnonzero(~result.valid).tolist() == wrong and not result.dropped
+        assert np.flatnonzero(~result.valid).tolist() == wrong and not result.dropped.any()
         for fault in FAULTS:
             scores = result.scores[fault]
             assert np.flatnonzero(np.isnan(scores)).tolist() == wrong, f"{fault}: no score is no 0"
@@ -148,7 +148,7 @@ def test_policies_fail_and_drop_group(ray_cluster):
             bench.finish(1)
     with Bench(config_of({"faulty": own("faulty", on_failure="drop_group")})) as bench:
         bench.submit(pictures(4, victim=1))
-        assert bench.finish(1)[0].dropped
+        assert bench.finish(1)[0].dropped.tolist() == [False, True, False, False]
 
 
 def test_no_retries_and_more_retries(ray_cluster):

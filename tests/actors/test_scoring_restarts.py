@@ -24,7 +24,7 @@ def test_its_images_are_masked_until_it_starts_again(ray_cluster, tmp_path, capl
         bench.drive(lambda: len(bench.results) == 2)
         pool = bench.pools["backed"]
         lost = bench.results[1, 0, 1]
-        assert not lost.valid.any() and np.isnan(lost.scores["backed"]).all() and not lost.dropped
+        assert not lost.valid.any() and np.isnan(lost.scores["backed"]).all() and not lost.dropped.any()
         assert bench.scoring.counts["failures/backed"] == 3 and pool.counts["failed_starts"] >= 2
         assert pool.counts["deaths"] == 1 and "cannot start" in pool.activity()
         assert "no actor of the pool could be started again" in caplog.text and "the backend does not answer" in caplog.text

@@ -227,7 +227,7 @@ def test_foreign_trajectories_are_refused(bench, changes, message):
 def test_trajectories_of_another_group_or_window_are_refused(bench):
     learner, plan, data = bench.start(configuration())
     swapped = replace(data, trajectories={0: data.trajectories[1], 1: data.trajectories[0]})
-    with pytest.raises(FlowGrpoError, match=r"\[\(0, 1\)\] .* offered to \(0, 0\)"):
+    with pytest.raises(FlowGrpoError, match=r"\[\(0, 1\)\] .* offered to \[\(0, 0\)\]"):
         run_update(learner, plan, swapped)
     cut = [replace(part, window=(1, 2), latents=part.latents[1:]) for part in data.trajectories[0]]
     with pytest.raises(FlowGrpoError, match=r"window \(1, 2\) offered to .* window \(0, 3\)"):

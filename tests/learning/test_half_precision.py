@@ -67,7 +67,7 @@ def embedded(seed: int) -> dict[str, np.ndarray]:
 def sampled(config: Config, plan: StepPlan, policy: Policy) -> reference.StepData:
     """The window's one transition, from noised random data: the steps before it would add nothing but time."""
     group = plan.groups[0]
-    request = reference.training_request(config, group, group.shards[0])
+    request = reference.training_request(config, plan, plan.shards[0])
     shape, index = policy.latent_shape(group.height, group.width), group.window[0]
     table = policy.sigmas(10, group.height, group.width)
     negative = embedded(1) if config.sampling.guidance_scale > 1 else None

@@ -35,6 +35,7 @@ def mask(group: int, rewards: np.ndarray, valid: np.ndarray) -> tuple[np.ndarray
 CFG = {"sampling": {"guidance_scale": 3.0}, "data": {"negative_prompt": "scribble"}}
 CPS = {"sampling": {"kernel": "cps", "noise_level": 0.8, "log_prob": "unscaled"}}
 DANCE = {"sampling": {"kernel": "dance_sde", "noise_level": 0.3, "window": {"size": 2, "range": [0, 4]}}}
+TOGETHER = {"sampling": {"micro_batch": 4, "batch_groups": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sampling": {"window": {"size": 1, "range": [0, 4]}}},
@@ -50,6 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ratio_norm_kl": {"loss": {"ratio_norm": True, "beta": 0.3}},
     "larger_shards": {"train": {"micro_batch": 4, "ratio_tolerance": 1e-5}},
     "smaller_shards": {"train": {"micro_batch": 1, "ratio_tolerance": 1e-5}},
+    "groups_together": TOGETHER,
+    "groups_together_kl_cfg": {**CFG, "loss": {"beta": 0.3}, "sampling": {**CFG["sampling"], **TOGETHER["sampling"]}},
+    "groups_together_ratio_norm": {"loss": {"ratio_norm": True}, **TOGETHER},
+    "larger_shards_of_groups": {"train": {"micro_batch": 4, "batch_groups": 2, "ratio_tolerance": 1e-5}},
+    "smaller_shards_of_groups": {**TOGETHER, "train": {"micro_batch": 1, "batch_groups": 1, "ratio_tolerance": 1e-5}},
 }
 
 
@@ -132,7 +138,7 @@ def test_a_shard_of_weight_0_leaves_no_trace(bench):
     learner, plan, data = bench.start(configuration(loss={"beta": 0.3}))
     expected_metrics, expected = run_update(learner, plan, data)
     learner, _, _ = bench.start(configuration(loss={"beta": 0.3}))
-    filler = RankShard(plan.groups[1].train_shards[0], 0.0)
+    filler = RankShard(plan.train_shards(0)[2], 0.0)
     metrics, found = run_update(learner, plan, data, first=[filler])
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
     times = {"seconds", "cpu_seconds"}

@@ -58,8 +58,8 @@ def sampler_of(policy: Policy, config: Config, version: int = 0) -> Sampler:
 
 def first_request(config: Config, group: int = 0, shard: int = 0, **changes: Any) -> tuple[SampleRequest, str]:
     """Request and prompt of a shard of step 0."""
-    plan = plan_step(config, RECORDS, 0).groups[group]
-    return training_request(config, plan, plan.shards[shard], **changes), plan.record.prompt
+    plan = plan_step(config, RECORDS, 0)
+    return training_request(config, plan, plan.shards_of(group)[shard], **changes), plan.groups[group].record.prompt
 
 
 def window_start(config: Config, start: int) -> dict[str, Any]:
