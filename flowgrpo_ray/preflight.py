@@ -23,6 +23,7 @@ from flowgrpo_ray.sections import RewardConfig
 log = logging.getLogger(__name__)
 
 SHOWN = 5  # bad prompts that an error lists
+ROUNDING = {"bfloat16": 1e-6, "float16": 2e-7}  # of a log ratio, without a CFG pass, at 512 and 1024 px
 LARGEST_WEIGHT = 1e6  # a larger one leaves nothing of the other scores in a float32 sum
 
 
@@ -56,12 +57,25 @@ def check(config: Config) -> Inputs:
         if reward.every_steps > config.run.steps and not d.eval_prompts:
             log.warning("rewards.%s.every_steps is %d, and the run has %d steps and no evaluation: it is never asked", name,
                         reward.every_steps, config.run.steps)
+    _warn_of_rounding(source, config)
     rule, reader = _size_rule(source, config), PromptReader(source, config.model)
     if config.lora.targets is not None or config.lora.init_from is not None:
         check_adapter(source, config.model, config.lora)
     train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
     evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader) if d.eval_prompts else []
     return Inputs(train, evaluation)
+
+
+def _warn_of_rounding(source: ModelSource, config: Config) -> None:
+    """Log a warning if the base rounds more than the clip range lets pass, from a step's second update on."""
+    limit = ROUNDING.get(config.model.dtype, 0.0)
+    if source.family == "sd3" and config.sampling.guidance_scale > 1:
+        limit *= 10  # the difference of two velocities, times the guidance
+    clip = min(config.loss.clip_low, config.loss.clip_high)
+    if clip < limit and config.train.updates_per_step > 1:
+        log.warning("the clip range %g is less than what %s rounds at these settings, about %g: after a step's first update "
+                    "it clips noise. Use train.updates_per_step: 1%s (docs/numerics.md)", clip, config.model.dtype, limit,
+                    " or model.dtype: float16" if config.model.dtype == "bfloat16" else "")
 
 
 def known_class(name: str, reward: RewardConfig) -> type[Reward] | None:

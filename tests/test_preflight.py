@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import sys
 from datetime import datetime
@@ -48,6 +49,25 @@ def test_an_adapter_that_does_not_fit(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         check(small_config(tmp_path, "x", overrides=overrides))
     assert check(small_config(tmp_path, "y", overrides={"lora.init_from": own, "lora.rank": None})).train
+
+
+GUARD = {"loss.ratio_norm": True, "loss.clip_low": 2e-6, "loss.clip_high": 2e-6, "sampling.guidance_scale": 4.5,
+         "train.updates_per_step": 2}
+
+
+@pytest.mark.parametrize(("overrides", "limit"), [
+    ({"model.dtype": "bfloat16"}, "about 1e-05.*or model.dtype: float16"),
+    ({"model.dtype": "bfloat16", "sampling.guidance_scale": 1.0}, None),
+    ({"model.dtype": "bfloat16", "train.updates_per_step": 1}, None),
+    ({"model.dtype": "bfloat16", "loss.clip_low": 1e-4, "loss.clip_high": 1e-4}, None),
+    ({"model.dtype": "float16"}, None),
+    ({"model.dtype": "float16", "loss.clip_high": 1e-6}, "the clip range 1e-06 .* about 2e-06.*updates_per_step: 1 "),
+    ({}, None)])
+def test_a_clip_range_below_the_rounding_of_the_base_is_warned_of(tmp_path, caplog, overrides, limit):
+    with caplog.at_level(logging.WARNING):
+        check(small_config(tmp_path, "x", overrides={**GUARD, **overrides}))
+    said = [record.getMessage() for record in caplog.records if "clip range" in record.getMessage()]
+    assert [bool(re.search(limit, text)) for text in said] == [True] if limit else not said
 
 
 URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/v1"}
