@@ -29,9 +29,9 @@ class ColocatedActor(SamplingMethods, LearnerActor):
 
     # The learner's parameters are the model's: they have to be back before it reads them, whatever an evaluation has bound.
 
-    def begin_step(self, plan: StepPlan) -> None:
+    def begin_step(self, plan: StepPlan, keep: bool = False) -> None:
         self.sampler.slots.bind("policy", plan.version)
-        super().begin_step(plan)
+        super().begin_step(plan, keep)
 
     def save(self, step_uri: str) -> list[FileEntry]:
         self.sampler.slots.bind("policy", self.sampler.slots.version("policy"))

@@ -13,6 +13,7 @@ from actors import head
 from actors.colocated import ColocatedActor
 from actors.environments import check_environments, start_hint
 from actors.evaluation import start_evaluation
+from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
 from actors.placement import actor_options, check_resources
 from actors.pool import ActorPool, Checked, wait_for_events
@@ -73,6 +74,7 @@ class Controller:
         self.learners: LearnerGroup | None = None
         self._started = time.perf_counter()
         self._step: int | None = None  # the one that has no row yet
+        self._last = LastStep(recorder.start_step, config.run.grace_s)
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -149,10 +151,14 @@ class Controller:
     def run(self) -> None:
         """Train to `run.steps`. Order within a step: updates, publish, evaluation if due, checkpoint.
 
-        A step that cannot be finished leaves a row of the counts that say why.
+        A step that cannot be finished leaves a row of the counts that say why. A signal leaves a checkpoint of the last
+        finished step (see `last_step`).
         """
         try:
             self._train()
+        except (KeyboardInterrupt, SystemExit):
+            self._last.save_after_signal(self.learners, self.recorder, self.observer.say)
+            raise
         except FlowGrpoError:
             if self._step is not None:
                 self.recorder.row({"step": self._step, "stopped": 1, **self._totals()})
@@ -175,8 +181,7 @@ class Controller:
             self._record(row)
             every = self.config.checkpoint.every_steps
             if done == last or (every and done % every == 0):
-                entries = self.learners.call("save", self.recorder.checkpoint_uri(done))[0]
-                self.recorder.commit(done, entries, self._totals())
+                self._last.save(self.learners, self.recorder)
 
     def train_step(self, plan: StepPlan) -> Row:
         """Sample, score, learn and publish one step; returns its row."""
@@ -185,7 +190,7 @@ class Controller:
         self._forgive_deaths()
         board, updates = StepBoard(self.config, plan, self.learners.world_size), []
         self.scoring.expect(sum(len(shard.rows) for shard in plan.shards))
-        self.learners.cast("begin_step", plan)
+        self.learners.cast("begin_step", plan, self._last.begin())
         self._encode_negatives(plan)
         for group in plan.groups:
             self._with_conditioning(group, lambda ref, number=group.group: self._encoded(board, number, ref))
@@ -384,9 +389,12 @@ class Controller:
 
     def _record(self, row: Row) -> None:
         """Add the totals since the start of the run, and record the row."""
-        row |= self._totals()
+        totals = self._totals()
+        row |= totals
         self._step = None
-        self.observer.row(self.recorder.row(row))
+        recorded = self.recorder.row(row)
+        self._last.finish(int(row["step"]), totals)
+        self.observer.row(recorded)
 
     def _totals(self) -> Row:
         before = self.recorder.totals

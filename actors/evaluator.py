@@ -91,6 +91,7 @@ class Results:
     """Stands where the recorder of a run directory stands: keeps the grid, writes nothing."""
 
     resume_from = run_dir = None
+    start_step = 0
 
     def __init__(self) -> None:
         self.run_id = uuid.uuid4().hex[:12]

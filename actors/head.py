@@ -24,6 +24,7 @@ import ray
 
 from flowgrpo_ray import signals, waiting
 
+last_words = ""  # what is lost if this process ends now
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like
 worker_env: dict[str, str] = {}  # variables that every worker process of a head started here has from the beginning
 
@@ -121,7 +122,8 @@ def _check_listening(address: str, timeout_s: float) -> None:
 def _leave_with_ray(number: int) -> None:
     """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
     if number == signal.SIGTERM and gone(wait_s=60.0):
-        os.write(2, b"terminated, and Ray with it; the same command goes on from the newest checkpoint\n")
+        lost = f" ({last_words})" if last_words else ""
+        os.write(2, f"terminated, and Ray with it; the same command goes on from the newest checkpoint{lost}\n".encode())
         os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
 

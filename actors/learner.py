@@ -17,7 +17,7 @@ from actors.placement import actor_options, place_learners
 from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError
+from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
 from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import load_policy, policy_class
 from flowgrpo_ray.policies.source import find
@@ -36,8 +36,8 @@ class LearnerMethods:
     learner: Learner
     settings: LoraSettings
 
-    def begin_step(self, plan: StepPlan) -> None:
-        self.learner.begin_step(plan)
+    def begin_step(self, plan: StepPlan, keep: bool = False) -> None:
+        self.learner.begin_step(plan, keep)
 
     def accumulate(
         self, work: RankShard, scores: dict[int, GroupScores], negative: Arrays | None, *parts: Arrays | Trajectory,
@@ -68,6 +68,19 @@ class LearnerMethods:
         tensors, counters = self.learner.state()
         if self.learner.rank != 0:
             return []
+        return write_learner_state(step_uri, tensors, counters, self.settings, type(self.learner.policy))
+
+    def save_finished(self, step_uri: str, step: int) -> list[FileEntry]:
+        """Write the state that was kept when the step after `step` began. For rank 0, without the other ranks.
+
+        Raises:
+            CheckpointError: that state was not kept.
+        """
+        if self.learner.finished is None or self.learner.finished[0] != step:
+            raise CheckpointError(f"the learner holds no state of step {step}")
+        from flowgrpo_ray.learning.state import write_learner_state
+
+        _, tensors, counters = self.learner.finished
         return write_learner_state(step_uri, tensors, counters, self.settings, type(self.learner.policy))
 
     def read_checkpoint(self, step_uri: str) -> None:
@@ -241,6 +254,15 @@ class LearnerGroup:
                 log.info("waiting for %s", names)
                 last_log = time.monotonic()
         return [values[ref] for ref in refs]
+
+    def save_finished(self, step_uri: str, step: int, timeout_s: float) -> list[FileEntry]:
+        """Let rank 0 write the state of a step before the one in progress. Calls that it has not begun are dropped; no other
+        call makes sense afterwards."""
+        for ref, what in self.pending.items():
+            if what.endswith(" rank 0"):
+                ray.cancel(ref)
+        self.pending = {}
+        return self._get(self._watch([self.actors[0].save_finished.remote(step_uri, step)], "save_finished"), timeout_s)[0]
 
     def shutdown(self) -> None:
         """Kill all ranks (none may stay in a collective) and give their resources back."""

@@ -111,7 +111,7 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
             run_training(settings, view, address)
     except BaseException:
-        if view.rows:
+        if view.rows and not signals.insisted():
             _report_of_failure(run_dir)
         raise
     from flowgrpo_ray.report import write_report

@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +23,8 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 _received: int | None = None
+_obeyed = False  # what has come is being obeyed
+_count = 0
 _watchers: list[Callable[[int], None]] = []
 _pipe: int | None = None
 
@@ -36,8 +38,8 @@ class Terminated(SystemExit):
 
 def install() -> None:
     """From now on SIGINT raises KeyboardInterrupt and SIGTERM `Terminated`, and both are remembered. For the main thread."""
-    global _received
-    _received = None
+    global _received, _count
+    _received, _count = None, 0
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
     if _end_if_deaf not in _watchers:
@@ -90,13 +92,29 @@ def _end_if_deaf(number: int) -> None:
 
 def check() -> None:
     """Raise for a signal that has come; does nothing where none has."""
-    if _received is not None:
+    if _received is not None and not _obeyed:
         _raise(_received)
+
+
+@contextmanager
+def finishing() -> Iterator[None]:
+    """Within it, the signals that have come are being obeyed: `check` raises only for a later one."""
+    global _obeyed
+    _obeyed = True
+    try:
+        yield
+    finally:
+        _obeyed = False
 
 
 def received() -> int | None:
     """The number of the last signal that has come."""
     return _received
+
+
+def insisted() -> bool:
+    """Whether more than one signal has come."""
+    return _count > 1
 
 
 def terminated() -> bool:
@@ -110,8 +128,8 @@ def by_signal(error: SystemExit) -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    global _received
-    _received = number
+    global _received, _obeyed, _count
+    _received, _obeyed, _count = number, False, _count + 1
     _raise(number)
 
 

@@ -46,6 +46,33 @@ print("too far")
 """
 
 
+OBEYED = PREPARE + """
+class Swallows:
+    def __del__(self):
+        os.kill(me, signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+try:
+    os.kill(me, signal.SIGTERM)
+    while True:
+        pass
+except SystemExit:
+    with signals.finishing():
+        signals.check()
+        print("obeyed", signals.insisted(), flush=True)
+    try:
+        signals.check()
+    except SystemExit:
+        print("remembered", flush=True)
+    with signals.finishing():
+        Swallows()
+        print(signals.insisted(), flush=True)
+        signals.check()
+        print("too far")
+"""
+
+
 def outcome(code: str) -> tuple[int, str, str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
@@ -78,3 +105,8 @@ def test_what_fails_on_the_way_out_does_not_hide_the_signal(number, code, monkey
     app.callback()(lambda: None)
     result = CliRunner().invoke(app, ["go"])
     assert result.exit_code == code and "the store does not answer" in result.stderr
+
+
+def test_while_a_signal_is_obeyed_only_another_one_counts():
+    returned, out, _ = outcome(OBEYED)
+    assert (returned, out) == (143, "obeyed False\nremembered\nTrue\n")

@@ -61,11 +61,19 @@ class Learner:
         self._exported_ema: Arrays | None = None
         self._exported_digest = ""
         self.plan: StepPlan | None = None
+        self.finished: tuple[int, dict[str, Arrays], dict] | None = None  # steps done, and `state` after them
 
     # One training step ------------------------------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Start a step: forget the last one's scores, advantages and gradients."""
+    def begin_step(self, plan: StepPlan, keep: bool = False) -> None:
+        """Start a step: forget the last one's scores, advantages and gradients.
+
+        With `keep`, rank 0 keeps a copy of the state so far as `finished` (a collective where it is sharded).
+        """
+        self.finished = None
+        if keep:
+            state = self.state()
+            self.finished = (plan.step, *state) if self.rank == 0 else None
         self.plan, self._update = plan, 0
         self._scores: dict[int, GroupScores] = {}
         self._advantages: dict[int, np.ndarray] = {}
