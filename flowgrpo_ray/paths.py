@@ -11,6 +11,8 @@ from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.rewards import reward_class
 from flowgrpo_ray.sections import PATH, PATH_OR_NAME, RewardConfig, Section, marks_of
 
+_JOB_FILES = os.path.join("runtime_resources", "working_dir_files")  # below Ray's session folder
+
 
 def in_ray_job() -> bool:
     """Whether this process is the driver of a submitted Ray job, whose working directory Ray deletes after the job."""
@@ -63,8 +65,10 @@ def options_of(reward: str) -> Mapping[str, Any]:
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Raise ConfigError for a relative `run.dir`, which only a Ray job leaves relative."""
-    if "://" not in run_dir and not os.path.isabs(run_dir):
+    """Raise ConfigError for a `run.dir` in the working directory of a Ray job: a relative one (only a job leaves it so), or the
+    folder that Ray has unpacked the job's files into."""
+    unpacked = in_ray_job() and f"{os.sep}{_JOB_FILES}{os.sep}" in run_dir
+    if "://" not in run_dir and (unpacked or not os.path.isabs(run_dir)):
         raise ConfigError(
             f"run.dir is {run_dir!r}, a path in the working directory of this Ray job, which Ray deletes: the run would be "
             "lost. Give a place that outlives the job: run.dir=s3://BUCKET/runs, run.dir=gs://BUCKET/runs, or the absolute "

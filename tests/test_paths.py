@@ -93,6 +93,12 @@ def test_a_job_rejects_a_relative_run_dir(job, overrides):
     assert list(job.iterdir()) == []
 
 
+def test_a_job_rejects_the_folder_that_its_files_were_unpacked_into(job):
+    folder = job / "runtime_resources" / "working_dir_files" / "_ray_pkg_0" / "runs"
+    with pytest.raises(ConfigError, match="working directory of this Ray job"):
+        Recorder(load(None, [OCR, f"run.dir={folder}"]))
+
+
 def test_a_job_takes_an_absolute_one(job, tmp_path_factory):
     volume = tmp_path_factory.mktemp("volume")
     Recorder(load(None, [OCR, f"run.dir={volume}"])).close()

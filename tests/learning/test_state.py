@@ -75,6 +75,21 @@ def test_four_updates_are_two_and_a_new_learner_and_two(through):
     assert any((changed[key] != value).any() for key, value in through["middle"][0]["ema"].items())
 
 
+def test_the_state_kept_when_a_step_begins_is_that_of_the_step_before(through):
+    """Whatever of the step has happened: updates, EMA, statistics of the prompts."""
+    run = start()
+    run.learner.load_state(*read_learner_state(through["uri"]))
+    begin = run.learner.begin_step
+    run.learner.begin_step = lambda plan: begin(plan, keep=True)
+    run.step(RECORDS[:2], 1)
+    step, *kept = run.learner.finished
+    assert step == 1
+    assert_same(tuple(kept), through["middle"])
+    assert_same(run.learner.state(), through["end"])
+    begin(run.learner.plan)
+    assert run.learner.finished is None
+
+
 def test_the_reference_loop_goes_on_from_a_checkpoint(through):
     adapter, ema, rows = reference.train_reference(
         configuration(**SECTIONS), RECORDS[:2], STEPS, get(JPEG), start_step=1,
