@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def check(info: CheckpointInfo, config: Config, identities: Mapping[str, Identit
         raise CheckpointError(f"{where} was made with other settings, and {storage.display(info.run_dir)} has no config.yaml "
                               "that shows them; choose another run.name")
     by_contents = compared | ({"model.revision"} if "model.path" in compared else set())
-    found = changes(flat(Config, saved), config.settings(), frozenset(by_contents))
+    found = _changes(saved, config, frozenset(by_contents))
     rejected = [change for change in found if not _accepted(change.key, config.run.accept_changes)]
     if rejected:
         raise CheckpointError(f"{where} was made with other settings (saved -> now):\n  " + "\n  ".join(map(str, rejected))
@@ -80,7 +81,7 @@ def refuse_other_settings(run_dir: str, config: Config) -> None:
     """Raise CheckpointError if the run directory's config.yaml has other settings: for a run without a checkpoint."""
     uri = storage.join(run_dir, "config.yaml")
     saved = _read_config(uri) if storage.size(uri) is not None else {}
-    if found := changes(flat(Config, saved), config.settings()):
+    if found := _changes(saved, config):
         raise CheckpointError(f"{storage.display(run_dir)} holds a run with other settings and no checkpoint of it "
                               "(saved -> now):\n  " + "\n  ".join(map(str, found)) + "\nchoose another run.name")
 
@@ -89,6 +90,15 @@ def record(entries: list[dict[str, Any]], step: int, resume: Resume) -> list[dic
     """The accepted changes of a run: those before `step`, which it resumes from, and the new ones."""
     new = [{"step": step, **asdict(change)} for change in resume.accepted]
     return [entry for entry in entries if entry["step"] < step] + new
+
+
+def _changes(saved: Mapping[str, Any], config: Config, leave_out: frozenset[str] = frozenset()) -> list[Change]:
+    """`changes` of a saved tree and the present configuration. Earlier versions saved relative paths: those that end the
+    present path are the same."""
+    old, new = flat(Config, saved), config.settings()
+    same = {key for key in old.keys() & new.keys() if new[key].is_input and isinstance(old[key].value, str)
+            and str(new[key].value).endswith(os.sep + os.path.normpath(old[key].value))}
+    return changes(old, new, leave_out | same)
 
 
 def _check_accepted_keys(config: Config) -> None:

@@ -106,6 +106,16 @@ def test_a_checkpoint_of_an_earlier_version_resumes_and_says_what_cannot_be_chec
         resume.check(info, now("data.train_prompts=/a/train.txt", "train.seed=3"), INPUTS)
 
 
+def test_an_earlier_version_saved_relative_paths(saved, tmp_path):
+    info = saved(state={"totals": {}})
+    tree = now().model_dump(mode="json")
+    tree["data"]["train_prompts"] = "./prompts/train.txt"
+    storage.write_bytes(f"{tmp_path}/r/config.yaml", json.dumps(tree).encode())
+    assert not resume.check(info, now("data.train_prompts=/a/prompts/train.txt"), INPUTS).accepted
+    with pytest.raises(CheckpointError, match="data.train_prompts"):
+        resume.check(info, now("data.train_prompts=/a/prompts/other.txt"), INPUTS)
+
+
 def test_settings_that_a_checkpoint_does_not_know_have_their_defaults(saved):
     config = now()
     tree = config.model_dump(mode="json")
