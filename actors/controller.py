@@ -203,7 +203,8 @@ class Controller:
         learned = time.perf_counter()
         advantages = self.learners.call("step_advantages")[0]
         norms = self.publish(plan.version + 1)
-        row = {"step": plan.step + 1, **updates_row(updates), **step_row(plan, board.complete, advantages), **norms}
+        row = {"step": plan.step + 1, **updates_row(updates), **norms,
+               **step_row(self.config, plan, board.complete, advantages)}
         row |= self._speed(row, time.perf_counter() - started) | {"time_sync": time.perf_counter() - learned}
         if self.config.loss.beta == 0:
             row.pop("kl")  # not measured: a 0 would look like one
@@ -350,8 +351,7 @@ class Controller:
         self.scoring.expect(sum(len(shard.items) for shard in run.shards))
         self._drive(f"evaluation of {weights} at step {step}", lambda: run.finished)
         self.scoring.check_budget()
-        prompts = [self.inputs.eval[p].prompt for s in run.shards for p, _ in s.items[: len(s.items) - s.padding]]
-        self.recorder.grid(weights, step, [run.pngs[i] for i in sorted(run.pngs)], prompts[: len(run.pngs)])
+        self.recorder.grid(weights, step, run.grid(self.config, self.inputs.eval))
         return run.row()
 
     def _forgive_deaths(self) -> None:

@@ -13,9 +13,10 @@ import ray
 from actors.sampling import Sampling
 from actors.scoring import Scoring, ShardScores
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.plan import EvalShard, plan_evaluation
+from flowgrpo_ray.plan import EvalShard, noise_seed, plan_evaluation
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.sampling.requests import evaluation_negative, evaluation_request
+from flowgrpo_ray.samples import GridImage
+from flowgrpo_ray.sampling.requests import evaluation_keys, evaluation_negative, evaluation_request
 from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
 
 ORDER = 1 << 40  # after all training work
@@ -33,6 +34,18 @@ class Evaluation:
     @property
     def finished(self) -> bool:
         return len(self.scores) == len(self.shards)
+
+    def grid(self, config: Config, records: list[PromptRecord]) -> list[GridImage]:
+        """The images that came as PNG, with their prompts, seeds and scores, in the order of the evaluation."""
+        images = [(shard, row) for shard in self.shards for row in range(len(shard.counted))]
+        out = []
+        for position, png in sorted(self.pngs.items()):
+            shard, row = images[position]
+            seed = noise_seed(*evaluation_keys(config, records, shard)[row], "eval", -1)
+            scores = {key: float(values[row]) for key, values in self.scores[shard.shard].scores.items()
+                      if np.isfinite(values[row])}
+            out.append(GridImage(png, records[shard.items[row][0]].prompt, seed, scores))
+        return out
 
     def row(self) -> dict[str, float]:
         """Means and standard deviations over the images that have a score."""
@@ -53,7 +66,7 @@ class Evaluation:
 
     @staticmethod
     def _counted(shard: EvalShard, values: np.ndarray) -> np.ndarray:
-        return values[: len(shard.items) - shard.padding]
+        return values[: len(shard.counted)]
 
 
 def start_evaluation(
@@ -63,8 +76,8 @@ def start_evaluation(
     run = Evaluation(weights, plan_evaluation(config, records))
     position = 0
     for shard in run.shards:
-        wanted = range(position, min(position + len(shard.items) - shard.padding, config.eval.grid_images))
-        position += len(shard.items) - shard.padding
+        wanted = range(position, min(position + len(shard.counted), config.eval.grid_images))
+        position += len(shard.counted)
         request = evaluation_request(config, records, shard, run_id=run_id, slot=weights, version=version, png=len(wanted))
         _submit_shard(config, run, shard, request, records, wanted, sampling, scoring)
     return run

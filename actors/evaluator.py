@@ -15,7 +15,7 @@ from flowgrpo_ray.config import Config, from_tree
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.preflight import Inputs, scope_of
-from flowgrpo_ray.samples import png_grid
+from flowgrpo_ray.samples import GridImage, png_grid
 from flowgrpo_ray.trajectory import Arrays
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class Results:
     def open(self) -> None:
         """Nothing is written."""
 
-    def grid(self, weights: str, step: int, pngs: list[bytes], captions: Sequence[str]) -> None:
-        self.grid_png = png_grid(pngs, captions=captions) if pngs else None
+    def grid(self, weights: str, step: int, images: Sequence[GridImage]) -> None:
+        self.grid_png = png_grid(images) if images else None
 
 
 class Evaluator(Controller):

@@ -1,18 +1,23 @@
-"""The charts of a report: which metrics stand together, and how they are drawn."""
+"""How curves and histograms are drawn: PNGs for a light and for a dark page."""
 
 from __future__ import annotations
 
 import base64
 import io
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from flowgrpo_ray.metrics import METRICS, Row, find
+from flowgrpo_ray.metrics import Row
+
+SMOOTHED_FROM = 10  # points; shorter curves are shown as they are
+_WIDTH, _HEIGHT = 4.6, 2.6  # inches
 
 
 @dataclass(frozen=True)
@@ -27,31 +32,23 @@ DARK = Theme("#a9b4c4", "#333b47", ("#7aa2ff", "#f5b04c", "#4fd1a5", "#e68af5", 
 
 
 @dataclass(frozen=True)
-class Line:
-    """A curve: its key in the rows, its name in the legend, and the key of the half-width of a band around it."""
+class Curve:
+    """A curve before it is drawn; `band` is the half-width around each point, `smooth` adds a smoothed line; `color` is an
+    index, for curves that belong together."""
 
-    key: str
     label: str
-    band: str | None = None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart before it is drawn; `smooth` adds a running mean over noisy curves."""
-
-    section: str
-    title: str
-    note: str
-    lines: tuple[Line, ...]
+    xs: Sequence[float]
+    ys: Sequence[float]
+    band: Sequence[float] | None = None
+    band_label: str | None = None
     smooth: bool = False
-    log: bool = False
-    limits: tuple[float, float] | None = None
-    ordered: bool = False  # the curves are an ordered family, so their colours are too
+    color: int | None = None
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn panel: PNGs in base64 for a light and for a dark page."""
+    """A drawn chart: PNGs in base64 for a light and for a dark page."""
 
     title: str
     note: str
@@ -72,129 +69,112 @@ def keys_of(rows: Sequence[Row], name: str) -> list[str]:
                                           for part in key.split("/")])
 
 
-def family(rows: Sequence[Row], name: str, band: str | None = None) -> tuple[Line, ...]:
-    """A line for every value of a metric's variable part."""
-    tails = [key.partition("/")[2] for key in keys_of(rows, name)]
-    return tuple(Line(f"{name}/{tail}", tail, f"{band}/{tail}" if band else None) for tail in tails)
+def width_of(xs: Sequence[float]) -> float:
+    """Standard deviation of the smoothing kernel: 3 % of the axis, and at least one and a half typical distances."""
+    return max(1.5 * float(np.median(np.diff(xs))), 0.03 * (xs[-1] - xs[0]))
 
 
-def in_order(keys: Sequence[str], rewards: Sequence[str]) -> list[str]:
-    """Keys with a reward in them, in the order of `rewards`; those of other rewards (monitors) follow."""
-    place = {name: index for index, name in enumerate(rewards)}
-    names = [find(key)[1]["reward"] for key in keys]
-    return [key for _, _, _, key in sorted((place.get(name, len(place)), name, index, key)
-                                           for index, (name, key) in enumerate(zip(names, keys, strict=True)))]
+def smoothed(xs: Sequence[float], ys: Sequence[float], width: float) -> list[float]:
+    """Local linear regression under a Gaussian of standard deviation `width` centred on each point (`xs` ascending).
 
-
-def panels(rows: Sequence[Row], rewards: Sequence[str] = ()) -> list[Panel]:
-    """The charts that a report shows, those without data left out; `rewards` come in this order."""
-    out = []
-    for key in in_order(keys_of(rows, "reward_mean"), rewards):
-        name = key.partition("/")[2]
-        out.append(Panel(
-            "Learning", f"Training reward: {name}", "Mean over the step's samples; band: standard deviation.",
-            (Line(key, name, f"reward_std/{name}"),), smooth=True))
-    evaluated: dict[str, list[Line]] = {}
-    for key in in_order(keys_of(rows, "eval")[::-1], rewards):  # policy before ema
-        evaluated.setdefault(find(key)[1]["reward"], []).append(Line(key, find(key)[1]["weights"]))
-    for name, lines in evaluated.items():
-        out.append(Panel(
-            "Learning", f"Evaluation: {name}", "Mean score of ODE samples at fixed seeds.", tuple(lines)))
-    one = [
-        ("Learning", "Groups without spread", "Share of groups whose scores are all equal: they teach nothing.",
-         "zero_std_group_fraction", {"limits": (-0.02, 1.02)}),
-        ("Update", "KL to the reference", "Distance from the model without the adapter, before β.", "kl", {}),
-        ("Update", "Approximate KL", "½·mean((Δ log p)²) between sampling and learning.", "approx_kl", {}),
-    ]
-    tail = [
-        ("Update", "Gradient norm", "Before clipping.", "grad_norm", {"log": True}),
-        ("Update", "Gradient RMS over AdamW's eps", "Near 1, eps and not the gradient sets the step.",
-         "grad_rms_over_adam_eps", {"log": True}),
-        ("Update", "Adapter change", "Norm of what the step added to the adapter.", "adapter_delta_norm", {}),
-        ("Update", "On-policy check", "Largest |log ratio| before the first update; 0 = same policy.",
-         "first_update_log_ratio_max", {}),
-    ]
-    out += [Panel(s, t, n, (Line(k, k),), **o) for s, t, n, k, o in one]
-    out += [
-        Panel("Update", "Clip fraction", "Share of ratios outside the clip range.", (
-            Line("clip_fraction", "all"), Line("clip_fraction_low", "low"), Line("clip_fraction_high", "high"))),
-        Panel("Update", "Mean ratio", "new / old probability, by step of the window.", family(rows, "ratio_mean"),
-              ordered=True),
-        Panel("Update", "Spread of the ratio", "Standard deviation, by step of the window.", family(rows, "ratio_std"),
-              ordered=True),
-    ]
-    out += [Panel(s, t, n, (Line(k, k),), **o) for s, t, n, k, o in tail]
-    out += [
-        Panel("Speed", "Throughput", "Training images per second of a step.", (
-            Line("images_per_s", "all actors"), Line("images_per_gpu_s", "per GPU"))),
-        Panel("Speed", "Busy share", "Share of the step in which a role's actors worked.", family(rows, "busy_share"),
-              limits=(-0.02, 1.02)),
-        Panel("Speed", "Time", "Seconds per step; phases overlap.", tuple(
-            Line(f"time_{phase}", phase) for phase in ("step", "rollout", "reward", "learn", "sync", "eval"))),
-    ]
-    if any(series(rows, "staleness")[1]):
-        out.append(Panel("Speed", "Staleness", "Training steps between sampling weights and learning weights.",
-                         (Line("staleness", "staleness"),)))
-    counters = [key for metric in METRICS if metric.machine and metric.kind == "counter"
-                for key in keys_of(rows, metric.name)]
-    trouble = [Line(key, key) for key in [*keys_of(rows, "masked_samples"), *counters] if any(series(rows, key)[1])]
-    out.append(Panel("Trouble", "Failures", "Samples masked in the step, and totals since the start.", tuple(trouble)))
-    return [panel for panel in out if any(series(rows, line.key)[0] for line in panel.lines)]
-
-
-def draw(rows: Sequence[Row], panel: Panel) -> Chart:
-    """Draw one panel for both kinds of page."""
-    return Chart(panel.title, panel.note, *(_png(_figure(rows, panel, theme)) for theme in (LIGHT, DARK)))
-
-
-def _figure(rows: Sequence[Row], panel: Panel, theme: Theme) -> Figure:
-    figure = Figure(figsize=(4.6, 2.6), dpi=120, layout="constrained")  # no pyplot: no global state to leak
-    axes = figure.add_subplot()
-    lines = [line for line in panel.lines if series(rows, line.key)[0]]
-    for index, line in enumerate(lines):
-        _curve(axes, rows, line, panel, _color(theme, index, len(lines), panel.ordered))
-    values = [value for line in lines for value in series(rows, line.key)[1]]
-    if panel.log and min(values) > 0:
-        axes.set_yscale("log")
-    if panel.limits:
-        axes.set_ylim(*panel.limits)
-    elif min(values) == max(values) and not any(line.band for line in lines):
-        axes.set_ylim(values[0] - max(abs(values[0]), 1.0), values[0] + max(abs(values[0]), 1.0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    _dress(axes, theme)
-    if len(lines) > 1 or panel.section == "Trouble":
-        figure.legend(loc="outside upper left", fontsize=7.5, frameon=False, labelcolor=theme.text, handlelength=1.3,
-                      ncols=2 if panel.section == "Trouble" else 5, columnspacing=1.2, borderpad=0.1)
-    unit = find(lines[0].key)[0].unit
-    if unit != "1":
-        axes.set_ylabel(unit, color=theme.text, fontsize=8)
-    return figure
-
-
-def _curve(axes: Axes, rows: Sequence[Row], line: Line, panel: Panel, color: str | tuple[float, ...]) -> None:
-    steps, values = series(rows, line.key)
-    label = line.label.replace("$", r"\$")  # a name is no formula
-    marker = "o" if len(steps) < 30 else None
-    smooth = panel.smooth and len(steps) >= 20
-    axes.plot(steps, values, color=color, lw=1.0 if smooth else 1.6, alpha=0.4 if smooth else 1.0, marker=marker, ms=3,
-              label=label)
-    if smooth:
-        axes.plot(steps, _running_mean(values), color=color, lw=1.9)
-    if line.band:
-        bands = [(row["step"], row[line.key], row[line.band]) for row in rows
-                 if math.isfinite(row.get(line.key, math.nan)) and math.isfinite(row.get(line.band, math.nan))]
-        if bands:
-            axes.fill_between([x for x, _, _ in bands], [y - b for _, y, b in bands], [y + b for _, y, b in bands],
-                              color=color, alpha=0.13, lw=0)
-
-
-def _running_mean(values: Sequence[float], weight: float = 0.85) -> list[float]:
-    """Exponential running mean, its start corrected so that it does not lean on a zero."""
-    out, total, mass = [], 0.0, 0.0
-    for value in values:
-        total, mass = weight * total + value, weight * mass + 1
-        out.append(total / mass)
+    A straight line is returned as it is, at its ends too: unlike a running mean it does not lag behind a rising curve.
+    """
+    x, y, out = np.asarray(xs, float), np.asarray(ys, float), []
+    for centre in x:
+        near = slice(bisect_left(xs, centre - 4 * width), bisect_right(xs, centre + 4 * width))
+        d, v = x[near] - centre, y[near]
+        w = np.exp(-0.5 * (d / width) ** 2)
+        s0, s1, s2, t0, t1 = w.sum(), (w * d).sum(), (w * d * d).sum(), (w * v).sum(), (w * d * v).sum()
+        det = s0 * s2 - s1 * s1
+        out.append(float((s2 * t0 - s1 * t1) / det if det > 1e-12 * s0 * s0 * width * width else t0 / s0))
     return out
+
+
+def plot(
+    title: str, note: str, curves: Sequence[Curve], *, unit: str = "1", xlabel: str = "step", log: bool = False,
+    limits: tuple[float, float] | None = None, ordered: bool = False, legend_columns: int = 5, wide: bool = False,
+) -> Chart:
+    """Draw curves into one pair of axes; `ordered` curves are a family, so their colours are too."""
+
+    def figure(theme: Theme) -> Figure:
+        out, axes = _empty(theme, wide)
+        for index, curve in enumerate(curves):
+            _curve(axes, curve, _color(theme, index if curve.color is None else curve.color, len(curves), ordered))
+        values = [value for curve in curves for value in curve.ys]
+        if log and min(values) > 0:
+            axes.set_yscale("log")
+        if limits:
+            axes.set_ylim(*limits)
+        elif min(values) == max(values) and not any(curve.band for curve in curves):
+            axes.set_ylim(values[0] - max(abs(values[0]), 1.0), values[0] + max(abs(values[0]), 1.0))
+        if xlabel == "step":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        _finish(out, axes, theme, legend_columns, xlabel, "" if unit == "1" else unit)
+        return out
+
+    return Chart(title, note, *(_png(figure(theme)) for theme in (LIGHT, DARK)))
+
+
+def histogram(title: str, note: str, groups: Sequence[tuple[str, Sequence[float]]], xlabel: str = "score") -> Chart:
+    """Share of the samples of each group in bins that all groups share."""
+    everything = np.concatenate([np.asarray(values, float) for _, values in groups])
+    low, high = float(everything.min()), float(everything.max())
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    bins = np.linspace(low, high, 25)
+
+    def figure(theme: Theme) -> Figure:
+        out, axes = _empty(theme)
+        for index, (label, values) in enumerate(groups):
+            share = np.histogram(values, bins)[0] / len(values)
+            color = theme.colors[index % len(theme.colors)]
+            axes.stairs(share, bins, fill=True, color=color, alpha=0.28)
+            axes.stairs(share, bins, color=color, lw=1.4, label=_plain(label))
+        _finish(out, axes, theme, 3, xlabel, "share of samples")
+        return out
+
+    return Chart(title, note, *(_png(figure(theme)) for theme in (LIGHT, DARK)))
+
+
+def _curve(axes: Axes, curve: Curve, color: str | tuple[float, ...]) -> None:
+    label, smooth = _plain(curve.label), curve.smooth and len(curve.xs) >= SMOOTHED_FROM
+    axes.plot(curve.xs, curve.ys, color=color, lw=1.0 if smooth else 1.6, alpha=0.4 if smooth else 1.0,
+              linestyle="--" if curve.dashed else "-", marker="o" if len(curve.xs) < 30 else None, ms=3, label=label)
+    if smooth:
+        width = width_of(curve.xs)
+        axes.plot(curve.xs, smoothed(curve.xs, curve.ys, width), color=color, lw=2.0,
+                  label=f"smoothed: centred, σ {width:.2g}")
+    if curve.band:
+        x, y, half = (np.asarray(values, float) for values in (curve.xs, curve.ys, curve.band))
+        axes.fill_between(x, y - half, y + half, color=color, alpha=0.13, lw=0, label=curve.band_label)
+
+
+def _plain(label: str) -> str:
+    return label.replace("$", r"\$")  # a name is not a formula
+
+
+def _empty(theme: Theme, wide: bool = False) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.4 if wide else _WIDTH, 3.1 if wide else _HEIGHT), dpi=120,
+                    layout="constrained")  # no pyplot: no global state to leak
+    axes = figure.add_subplot()
+    axes.set_facecolor("none")
+    axes.grid(True, color=theme.grid, lw=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.grid)
+    return figure, axes
+
+
+def _finish(figure: Figure, axes: Axes, theme: Theme, columns: int, xlabel: str, ylabel: str) -> None:
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        figure.legend(loc="outside upper left", fontsize=7.5, frameon=False, labelcolor=theme.text, handlelength=1.3,
+                      ncols=columns, columnspacing=1.2, borderpad=0.1)
+    axes.tick_params(colors=theme.text, labelsize=8, length=0)
+    axes.yaxis.get_offset_text().set(color=theme.text, fontsize=7.5)
+    axes.set_xlabel(xlabel, color=theme.text, fontsize=8)
+    if ylabel:
+        axes.set_ylabel(ylabel, color=theme.text, fontsize=8)
 
 
 def _color(theme: Theme, index: int, count: int, ordered: bool) -> str | tuple[float, ...]:
@@ -204,18 +184,6 @@ def _color(theme: Theme, index: int, count: int, ordered: bool) -> str | tuple[f
 
     place: Callable[[float], float] = lambda t: 0.1 + 0.75 * t if theme is LIGHT else 0.25 + 0.7 * t  # noqa: E731
     return colormaps["viridis"](place(index / (count - 1)))
-
-
-def _dress(axes: Axes, theme: Theme) -> None:
-    axes.set_facecolor("none")
-    axes.grid(True, color=theme.grid, lw=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(theme.grid)
-    axes.tick_params(colors=theme.text, labelsize=8, length=0)
-    axes.yaxis.get_offset_text().set(color=theme.text, fontsize=7.5)
-    axes.set_xlabel("step", color=theme.text, fontsize=8)
 
 
 def _png(figure: Figure) -> str:

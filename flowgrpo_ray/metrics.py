@@ -61,6 +61,8 @@ METRICS: tuple[Metric, ...] = (
     _g("reward_mean", "score", "Mean score of the step's valid samples", "reward"),
     _g("reward_std", "score", "Standard deviation of the step's valid samples", "reward"),
     _g("reward_group_std", "score", "Mean over groups of the standard deviation inside the group", "reward"),
+    _g("reward_total", "score", "Mean over the step's valid samples of the weighted sum of the optimised scores"),
+    _g("reward_total_std", "score", "Standard deviation of that sum"),
     _g("abs_advantage_mean", "1", "Mean |advantage| of the valid samples"),
     _g("nonzero_advantages", "samples", "Valid samples whose advantage is not 0"),
     _g("zero_std_group_fraction", "1", "Groups whose scores have no spread, so that they carry no reward signal"),

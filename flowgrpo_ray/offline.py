@@ -224,9 +224,9 @@ def sample(
     import torch
 
     from flowgrpo_ray import device as devices
-    from flowgrpo_ray.plan import plan_evaluation
+    from flowgrpo_ray.plan import noise_seed, plan_evaluation
     from flowgrpo_ray.policies import find, load_policy, lora, policy_class
-    from flowgrpo_ray.samples import png_grid
+    from flowgrpo_ray.samples import GridImage, png_grid
     from flowgrpo_ray.sampling.requests import evaluation_negative, evaluation_request
     from flowgrpo_ray.sampling.sampler import Sampler, encode_png
 
@@ -244,7 +244,7 @@ def sample(
             encoded[text] = sampler.encode(PromptRecord(prompt=text))
         return encoded[text]
 
-    digits, pngs, captions = len(str(max(len(records) - 1, 99))), [], []
+    digits, made = len(str(max(len(records) - 1, 99))), []
     for shard in plan_evaluation(config, records):
         request = evaluation_request(config, records, shard, run_id="sample", slot="policy", version=0)
         if sde:
@@ -254,16 +254,16 @@ def sample(
                                      *(encode(records[p].prompt) for p in shard.prompts))
         images = policy.decode(latents, shard.height, shard.width)
         values = policy.decode_float(latents, shard.height, shard.width).cpu().numpy() if floats else None
-        for row, (prompt, image) in enumerate(shard.items[: len(shard.items) - shard.padding]):
+        for row, (prompt, image) in enumerate(shard.counted):
             path = out / f"{prompt:0{digits}d}_{image:02d}.png"
-            pngs.append(encode_png(images[row]))
-            captions.append(records[prompt].prompt)
-            path.write_bytes(pngs[-1])
+            png = encode_png(images[row])
+            made.append(GridImage(png, records[prompt].prompt, noise_seed(*request.noise_keys[row], request.stream, -1)))
+            path.write_bytes(png)
             yield path
             if values is not None:
                 np.save(path.with_suffix(".npy"), values[row])
                 yield path.with_suffix(".npy")
     grid = out / "grid.png"
     columns = min(config.eval.images_per_prompt, 8) if config.eval.images_per_prompt > 1 else 6
-    grid.write_bytes(png_grid(pngs[:GRID_IMAGES], columns, captions[:GRID_IMAGES]))
+    grid.write_bytes(png_grid(made[:GRID_IMAGES], columns))
     yield grid

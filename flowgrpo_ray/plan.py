@@ -78,6 +78,13 @@ class GroupPlan:
     version: int
 
 
+def initial_seeds(config: Config, group: GroupPlan) -> list[int]:
+    """Seed of the initial latent of every sample of a group (see `noise_seed`)."""
+    shared = config.sampling.shared_initial_noise
+    return [noise_seed(config.train.seed, group.step, group.group, -1 if shared else sample, "train", -1)
+            for sample in range(config.sampling.group_size)]
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """A training step: its groups in plan order, which of them each update takes, and the micro-batches of both phases."""
@@ -196,6 +203,11 @@ class EvalShard:
     height: int
     width: int
     negative: str | None  # negative prompt of its records, where they carry one
+
+    @property
+    def counted(self) -> tuple[tuple[int, int], ...]:
+        """`items` without the padding."""
+        return self.items[: len(self.items) - self.padding]
 
     @property
     def prompts(self) -> list[int]:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
-from flowgrpo_ray.plan import StepPlan
-from flowgrpo_ray.samples import SampleWriter, png_grid, write_grid
+from flowgrpo_ray.plan import StepPlan, initial_seeds
+from flowgrpo_ray.provenance import stamp
+from flowgrpo_ray.samples import GridImage, SampleWriter, png_grid, write_grid
 from flowgrpo_ray.trackers import TensorBoardLogger, Trackers, WandbLogger
 from flowgrpo_ray.trajectory import GroupScores
+from flowgrpo_ray.watch import Watch
 
 if TYPE_CHECKING:
     from flowgrpo_ray.inputs import Identity
@@ -52,6 +54,7 @@ class Recorder:
         self.run_dir = storage.join(config.run.dir, config.run.name)
         storage.check_folder(self.run_dir)
         self._opened = False
+        self._starts: list[dict[str, Any]] = []  # who drove this run before, under which versions
         self._claim = claim.take(self.run_dir)  # before anything is read: what is read stays as it is
         try:
             known, accepted = self._identity()
@@ -76,8 +79,8 @@ class Recorder:
         start leaves its folder as it was."""
         config, cut = self.config, self.start_step if self.resume_from else -1
         claim.check_held(self.run_dir, self._claim)
-        run = {"run_id": self.run_id, "accepted_changes": self._accepted}
-        storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps(run).encode())
+        run = {"run_id": self.run_id, "accepted_changes": self._accepted, "starts": [*self._starts, stamp(self.start_step)]}
+        storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps(run, indent=1).encode())
         once = config.model_copy(deep=True)  # what a resume accepts, it accepts once
         once.run.accept_changes, once.run.accept_changed_inputs = [], False
         storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(once).encode())
@@ -85,6 +88,7 @@ class Recorder:
         self._metrics.truncate(cut)
         self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps)
         self._samples.truncate(cut)
+        self._watch = Watch(config.model_dump(mode="json"), read_metrics(self.run_dir))
         self._opened = True
         self._start_trackers()
 
@@ -110,6 +114,7 @@ class Recorder:
                                   "another run.name, or run.resume=auto to go on with it")
         try:
             run = json.loads(storage.read_bytes(uri))
+            self._starts = list(run.get("starts", []))
             return str(run["run_id"]), list(run.get("accepted_changes", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{storage.display(uri)} is damaged ({error}); choose another run.name") from None
@@ -136,6 +141,7 @@ class Recorder:
     def row(self, row: Row) -> Row:
         """Record a row of metrics."""
         clean = self._metrics.append(row)
+        self._watch.add(clean)
         self.trackers.log(clean)
         return clean
 
@@ -147,15 +153,16 @@ class Recorder:
             found = scores[group.group]
             self._samples.append_group(
                 step, group.group, group.record.prompt, rewards=found.rewards, valid=found.valid,
-                advantages=advantages[group.group], seed=group.record.seed)
+                advantages=advantages[group.group], total=weighted_total(self.config, found),
+                seeds=initial_seeds(self.config, group))
 
-    def grid(self, weights: str, step: int, pngs: list[bytes], captions: list[str]) -> str | None:
+    def grid(self, weights: str, step: int, images: Sequence[GridImage]) -> str | None:
         """Record a grid of images at fixed seeds; returns its URI."""
-        if not pngs:
+        if not images:
             return None
-        uri = write_grid(self.run_dir, weights, step, pngs, captions=captions)
-        if self.trackers:
-            self.trackers.log_image(f"samples/{weights}", png_grid(pngs, captions=captions), step)
+        png = png_grid(images)
+        uri = write_grid(self.run_dir, weights, step, png)
+        self.trackers.log_image(f"samples/{weights}", png, step)
         return uri
 
     def checkpoint_uri(self, step: int) -> str:
@@ -189,7 +196,16 @@ class Recorder:
             self.trackers.close()
 
 
-def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> Row:
+def weighted_total(config: Config, scores: GroupScores) -> np.ndarray:
+    """Weighted sum of the optimised scores of a group: float64 [k], NaN where a sample is masked."""
+    weighted = [reward.weight * scores.rewards[name] for name, reward in config.rewards.items()
+                if reward.weight and name in scores.rewards]
+    return np.where(scores.valid, sum(weighted, np.zeros(len(scores.valid))), np.nan)
+
+
+def step_row(
+    config: Config, plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]
+) -> Row:
     """What the scores of a step say: means, spreads, and how many groups carry no signal."""
     order = [scores[g.group] for g in plan.groups]
     row: Row = {"images": float(sum(len(s.valid) for s in order)), "staleness": float(plan.step - plan.version)}
@@ -200,6 +216,9 @@ def step_row(plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[in
             row[f"reward_mean/{key}"] = float(values.mean())
             row[f"reward_std/{key}"] = float(values.std())
             row[f"reward_group_std/{key}"] = float(np.mean([g.std() for g in groups if len(g)]))
+    totals = np.concatenate([weighted_total(config, s)[s.valid] for s in order])
+    if len(totals):
+        row |= {"reward_total": float(totals.mean()), "reward_total_std": float(totals.std())}
     row["zero_std_group_fraction"] = float(np.mean([not advantages[g.group].any() for g in plan.groups]))
     return row
 

@@ -1,35 +1,31 @@
 """`report.html` of a run: one file without references to anything else, made from what the run directory holds.
 
-It can be made at any time, of a run in progress too; what is not there yet is left out. Prompts, names and
-configuration are untrusted text: the template escapes everything.
+It can be made at any time, of a run in progress too; what is not there yet is left out.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
+import pyarrow.compute as pc
 
-from flowgrpo_ray import charts, storage
-from flowgrpo_ray.metrics import METRICS, Row, find, read_metrics
-from flowgrpo_ray.samples import list_grids, read_samples
+from flowgrpo_ray import charts, grids, page, panels, storage, watch
+from flowgrpo_ray.live import duration
+from flowgrpo_ray.metrics import METRICS, Row, find
+from flowgrpo_ray.page import number, sentence, signed
+from flowgrpo_ray.run_data import RunData
+from flowgrpo_ray.samples import read_samples
 
-_TEMPLATES = Path(__file__).parent / "templates"
-_GRIDS_SHOWN = 6  # steps at which grids are shown, the first and the last among them
-_GRID_WIDTH = 1280  # pixels; wider grids are scaled down and stored as JPEG to keep the page small
 _GROUPS_SHOWN = 24
+_PAIRS_SHOWN = 12
+_BEST_SHOWN = 6  # and as many of the worst
+_HISTOGRAM_STEPS = 5  # at either end of the run
+_PACKAGES_SHOWN = ("flowgrpo-ray", "torch", "diffusers", "ray", "python")
 
 
 def write_report(run_dir: str) -> str:
@@ -43,33 +39,87 @@ def write_report(run_dir: str) -> str:
 
 def render(run_dir: str) -> str:
     """The page as text."""
-    rows = read_metrics(run_dir)
-    config_uri = storage.join(run_dir, "config.yaml")
-    config_text = storage.read_bytes(config_uri).decode(errors="replace") if storage.size(config_uri) else ""
-    config = _parsed(config_text)
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True)
-    environment.filters["number"] = number
-    drawn = [(panel.section, charts.draw(rows, panel)) for panel in charts.panels(rows, list(_weights(config)))]
-    table = read_samples(run_dir, last_part_only=True)
-    rewards = _rewards(table, config)
-    return environment.get_template("report.html").render(
-        name=_at(config, "run", "name") or storage.base_name(run_dir), place=storage.display(run_dir),
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), tiles=tiles(rows, config),
-        evaluation=evaluation(rows, config),
+    run = RunData.read(run_dir)
+    rows, config, weights = run.rows, run.config, watch.weights_of(run.config)
+    drawn = [(panel.section, panels.draw(rows, panel)) for panel in panels.panels(rows, list(weights))]
+    table = read_samples(run_dir, ends_only=True)
+    rewards = _rewards(table, weights)
+    ends = grids.ends(run_dir, run.weights)
+    return page.render(
+        "report.html", name=run.name, place=storage.display(run_dir), facts=facts(run), resumes=resumes(run),
+        notices=notices(run), tiles=tiles(rows, config), headline=panels.headline(rows, config, run.weights),
+        losses=watch.losses(rows, config, run.weights), comparable=_comparable(run), weights=weights,
+        pairs=pairs(ends, list(weights)), gallery=gallery(ends, config),
+        evaluation=evaluation(rows, config), histograms=histograms(table, rewards),
         sections=[(section, [chart for _, chart in found]) for section, found in groupby(drawn, key=lambda d: d[0])],
-        trouble=any(section == "Trouble" for section, _ in drawn), rows=rows, grids=grids(run_dir),
+        trouble=any(section == "Trouble" for section, _ in drawn), rows=rows, grids=grids.whole_grids(run_dir),
         groups=newest_groups(table, rewards), rewards=rewards, last=last_values(rows),
-        config=storage.redact(config_text), accepted=accepted_changes(run_dir))
+        config=storage.redact(run.config_text), accepted=accepted_changes(run))
 
 
-def accepted_changes(run_dir: str) -> list[dict[str, Any]]:
+def accepted_changes(run: RunData) -> list[dict[str, Any]]:
     """What resumes changed, as `run.accept_changes` allowed: step, key, old and new value of each, from run.json."""
-    uri = storage.join(run_dir, "run.json")
-    run = json.loads(storage.read_bytes(uri)) if storage.size(uri) else {}
-    return run.get("accepted_changes", []) if isinstance(run, dict) else []
+    found = run.identity.get("accepted_changes")
+    return found if isinstance(found, list) else []
 
+
+# What was run ---------------------------------------------------------------------------------------------------------
+
+def facts(run: RunData) -> list[tuple[str, str]]:
+    """(label, value): what somebody needs to know to make the run again."""
+    out = []
+    if (seed := run.at("train", "seed")) is not None:
+        out.append(("Seed", str(seed)))
+    if run.rows and (total := run.rows[-1].get("time_total")):
+        out.append(("Wall time", duration(total)))
+    if (model := run.at("model", "path")) is not None:
+        out.append(("Model", str(model)))
+    if run.starts:
+        newest = run.starts[-1]
+        if found := newest.get("commit"):
+            out.append(("Commit", f"{str(found['id'])[:12]}{', with uncommitted changes' if found.get('dirty') else ''}"))
+        versions = newest.get("versions", {})
+        out.append(("Versions", ", ".join(f"{name} {versions[name]}" for name in _PACKAGES_SHOWN if name in versions)))
+    return out
+
+
+def resumes(run: RunData) -> list[str]:
+    """A line per start of the run, with what differs from the start before it."""
+    out = []
+    for before, now in zip([None, *run.starts], run.starts, strict=False):
+        what = "started" if before is None else f"resumed from step {now.get('step')}"
+        text = f"{what} {str(now.get('time', '')).replace('T', ' ').replace('+00:00', ' UTC')}"
+        if before is not None:
+            old, new = before.get("versions", {}), now.get("versions", {})
+            changed = [f"{name} {old.get(name)} → {new.get(name)}" for name in new if old.get(name) != new.get(name)]
+            if before.get("commit") != now.get("commit"):
+                changed.append("another commit")
+            text += f" ({', '.join(changed)})" if changed else ""
+        out.append(text)
+    return out
+
+
+def notices(run: RunData) -> list[tuple[str, str]]:
+    """("bad" or "look", sentence): what a reader must not miss."""
+    out = [("bad", sentence(watch.collapse_text(change, run.config)))
+           for change in watch.collapses(run.rows, run.config, run.weights)]
+    if run.rows and "stopped" in run.rows[-1]:
+        out.append(("bad", f"The run stopped in step {int(run.rows[-1]['step'])}; its row holds the counts that say why."))
+    if run.at("advantage", "control") == "shuffled":
+        out.append(("look", "Advantages are shuffled (advantage.control): this run is a control and must not learn."))
+    if hint := watch.monitor_hint(run.config):
+        out.append(("look", sentence(hint)))
+    return out
+
+
+def _comparable(run: RunData) -> bool:
+    """Whether any score is known at two times, so that its loss could be."""
+    names = [key.split("/", 1)[1] for key in charts.keys_of(run.rows, "reward_mean")]
+    return any(watch.training_change(run.rows, name, 0.0) for name in names) or any(
+        len(charts.series(run.rows, key)[0]) > 1 for key in charts.keys_of(run.rows, "eval"))
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Tile:
@@ -102,9 +152,11 @@ class Comparison:
 
 def evaluation(rows: Sequence[Row], config: dict[str, Any]) -> list[Comparison]:
     """First against last evaluation, a line per reward and weights; optimised rewards and the headline first."""
-    out, headline, weights = [], _at(config, "eval", "weights") or "policy", _weights(config)
+    section = config.get("eval")
+    headline = (section.get("weights") if isinstance(section, dict) else None) or "policy"
+    out, weights = [], watch.weights_of(config)
     keys = sorted(charts.keys_of(rows, "eval"), key=lambda key: find(key)[1]["weights"] != headline)
-    for key in charts.in_order(keys, list(weights)):
+    for key in panels.in_order(keys, list(weights)):
         labels = find(key)[1]
         having = [row for row in rows if key in row]
         first, last = having[0], having[-1]
@@ -113,14 +165,6 @@ def evaluation(rows: Sequence[Row], config: dict[str, Any]) -> list[Comparison]:
             int(last["step"]), last[key], _error(last, labels), labels["weights"] == headline,
             int(math.copysign(1, weight)) if (weight := weights.get(labels["reward"], 0.0)) else 0))
     return out
-
-
-def _weights(config: dict[str, Any]) -> dict[str, float]:
-    """Weight of every reward of the configuration, in its order."""
-    rewards = config.get("rewards")
-    if not isinstance(rewards, dict):
-        return {}
-    return {str(name): float((options or {}).get("weight", 1.0)) for name, options in rewards.items()}
 
 
 def _error(row: Row, labels: dict[str, str]) -> float | None:
@@ -133,17 +177,21 @@ def tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
     """The numbers at the top of the page."""
     if not rows:
         return []
-    step, target = int(rows[-1]["step"]), _at(config, "run", "steps")
+    section = config.get("run")
+    step, target = int(rows[-1]["step"]), section.get("steps") if isinstance(section, dict) else None
     out = [Tile("Step", f"{step}", f"of {target}" if target else "")]
+    weights = watch.weights_of(config)
     for line in evaluation(rows, config):
-        if line.headline and line.last_step > line.first_step:
+        if line.headline and line.last_step > line.first_step and line.direction:
             out.append(Tile(f"{line.reward}, evaluation ({line.weights})", number(line.last),
-                            f"{_signed(line.change)} since step {line.first_step}"))
-    for key in charts.in_order(charts.keys_of(rows, "reward_mean"), list(_weights(config))):
+                            f"{signed(line.change)} since step {line.first_step}"))
+    for key in panels.in_order(charts.keys_of(rows, "reward_mean"), list(weights)):
         steps, values = charts.series(rows, key)
-        if len(values) > 1:
-            out.append(Tile(f"{key.partition('/')[2]}, training", number(values[-1]),
-                            f"{_signed(values[-1] - values[0])} since step {int(steps[0])}"))
+        name = key.partition("/")[2]
+        if len(values) > 1 and weights.get(name, 0.0 if weights else 1.0) and not any(
+                tile.label.startswith(f"{name}, evaluation") for tile in out):
+            out.append(Tile(f"{name}, training", number(values[-1]),
+                            f"{signed(values[-1] - values[0])} since step {int(steps[0])}"))
     speed = charts.series(rows, "images_per_s")[1][-10:]
     if speed:
         out.append(Tile("Images per second", number(sum(speed) / len(speed)), f"mean of the last {len(speed)} steps"))
@@ -158,35 +206,59 @@ def tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
     return out
 
 
+def histograms(table: pa.Table | None, rewards: Sequence[str]) -> list[charts.Chart]:
+    """Scores of all samples of the first steps against those of the last ones, a chart per reward."""
+    steps = sorted(set(table["step"].to_pylist())) if table is not None else []
+    count = min(_HISTOGRAM_STEPS, len(steps) // 2)
+    if table is None or not count:
+        return []
+    parts = (steps[:count], steps[-count:])
+    out = []
+    for name in rewards:
+        groups = []
+        for part in parts:
+            mask = pc.and_(pc.is_in(table["step"], pa.array(part)), table["valid"])
+            scores = table.filter(mask)[f"reward:{name}"].drop_null().to_pylist()
+            if scores:
+                groups.append((f"step {part[0]}" if count == 1 else f"steps {part[0]}–{part[-1]}", scores))
+        if len(groups) == 2:
+            out.append(charts.histogram(name, "Every sample of the first and of the last steps.", groups))
+    return out
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+def pairs(ends: Sequence[tuple[int, list]], rewards: Sequence[str]) -> list[grids.Pair]:
+    """Images of the first evaluation beside those of the last one, at the same prompt and noise."""
+    if len(ends) < 2:
+        return []
+    (first, before), (last, after) = ends
+    found = grids.same_noise(before, after)
+    picked = [found[i * len(found) // _PAIRS_SHOWN] for i in range(_PAIRS_SHOWN)] if len(found) > _PAIRS_SHOWN else found
+    return [grids.Pair(a.prompt, (grids.shot(a, f"step {first}", rewards), grids.shot(b, f"step {last}", rewards)))
+            for a, b in picked]
+
+
 @dataclass(frozen=True)
-class Grid:
-    """A grid of samples, as a data URI."""
+class Gallery:
+    """The best and the worst images of the newest grid."""
 
-    weights: str
     step: int
-    image: str
+    best: list[grids.Shot]
+    worst: list[grids.Shot]
 
 
-def grids(run_dir: str) -> list[tuple[int, list[Grid]]]:
-    """Sample grids by step: first, last, and a few steps spread evenly between them."""
-    by_step = [(step, list(found)) for step, found in groupby(list_grids(run_dir), key=lambda grid: grid[1])]
-    if len(by_step) > _GRIDS_SHOWN:
-        places = {round(i * (len(by_step) - 1) / (_GRIDS_SHOWN - 1)) for i in range(_GRIDS_SHOWN)}
-        by_step = [by_step[i] for i in sorted(places)]
-    return [(step, [Grid(weights, step, _inline(storage.read_bytes(uri))) for weights, _, uri in found[::-1]])
-            for step, found in by_step]  # reversed: policy before ema
+def gallery(ends: Sequence[tuple[int, list]], config: dict[str, Any]) -> Gallery | None:
+    """By weighted total; None without images that have scores."""
+    if not ends or len(order := grids.ranked(ends[-1][1], config)) < 2:
+        return None
+    rewards, count = list(watch.weights_of(config)), min(_BEST_SHOWN, len(order) // 2)
+    best, worst = ([grids.shot(item, item.prompt, rewards) for _, item in part]
+                   for part in (order[:count], order[::-1][:count]))
+    return Gallery(ends[-1][0], best, worst)
 
 
-def _inline(png: bytes) -> str:
-    image = Image.open(io.BytesIO(png))
-    kind, data = "png", png
-    if image.width > _GRID_WIDTH:
-        size = (_GRID_WIDTH, max(1, round(image.height * _GRID_WIDTH / image.width)))
-        sink = io.BytesIO()
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(sink, "JPEG", quality=88)
-        kind, data = "jpeg", sink.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
+# Tables ---------------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class GroupRow:
@@ -203,25 +275,24 @@ def newest_groups(table: pa.Table | None, rewards: Sequence[str]) -> list[GroupR
     """The groups of the newest step on file, best first by the first of `rewards`."""
     if table is None:
         return []
-    records = table.to_pylist()
-    step = max(record["step"] for record in records)
+    step = pc.max(table["step"])
+    newest = table.filter(pc.equal(table["step"], step)).to_pylist()
     out = []
-    newest = [record for record in records if record["step"] == step]
     for _, found in groupby(newest, key=lambda record: record["group"]):
         group = list(found)
         scores: list[tuple[float, float, float] | None] = []
         for name in rewards:
             values = [r[f"reward:{name}"] for r in group if r["valid"] and r[f"reward:{name}"] is not None]
             scores.append((sum(values) / len(values), min(values), max(values)) if values else None)
-        out.append(GroupRow(step, group[0]["prompt"], len(group), sum(r["valid"] for r in group), scores))
+        out.append(GroupRow(step.as_py(), group[0]["prompt"], len(group), sum(r["valid"] for r in group), scores))
     out.sort(key=lambda row: -row.scores[0][0] if row.scores and row.scores[0] else math.inf)
     return out[:_GROUPS_SHOWN]
 
 
-def _rewards(table: pa.Table | None, config: dict[str, Any]) -> list[str]:
+def _rewards(table: pa.Table | None, known: dict[str, float]) -> list[str]:
     """Rewards that have a column, those of the configuration first."""
     columns = [name for name in (table.column_names if table is not None else []) if name.startswith("reward:")]
-    found, known = [name.removeprefix("reward:") for name in columns], list(_weights(config))
+    found = [name.removeprefix("reward:") for name in columns]
     return [name for name in known if name in found] + [name for name in found if name not in known]
 
 
@@ -233,28 +304,3 @@ def last_values(rows: Sequence[Row]) -> list[tuple[str, float, int, str, str]]:
             row = next(row for row in reversed(rows) if key in row)
             out.append((key, row[key], int(row["step"]), metric.unit, metric.description))
     return out
-
-
-def number(value: float) -> str:
-    """Four significant digits, and thousands apart."""
-    if math.isfinite(value) and (abs(value) >= 1e4 or value == int(value)) and abs(value) < 1e12:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def _signed(value: float) -> str:
-    return ("+" if value >= 0 else "−") + number(abs(value))
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """The configuration as a tree; a text that is none is still shown, so it is no reason to show nothing."""
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _at(config: dict[str, Any], section: str, key: str) -> Any:
-    part = config.get(section)
-    return part.get(key) if isinstance(part, dict) else None

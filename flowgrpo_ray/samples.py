@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.errors import FlowGrpoError
 
 _CAPTIONED_WIDTH = 120  # pixels that the widest captioned image has at least
-_GAP, _CAPTION = 4, 16  # pixels between the images of a grid, and of a caption's line
+_GAP, _LINE = 4, 14  # pixels between the images of a grid, and of a caption's line
+_SCORE_LINES = 3  # of a caption
+_CHUNK = "flowgrpo"  # PNG text chunk with what is known of the images
+_PROMPT_KEPT = 1000  # characters of a prompt in it: 64 prompts stay below what PIL reads back
 _GRID_NAME = re.compile(r"(.+)_step_(\d+)\.png")
 
 
@@ -28,9 +34,10 @@ def _parts(run_dir: str) -> storage.PartFiles:
 class SampleWriter:
     """Appends samples to `samples/part-<first step>-<last step>.parquet`, a row per sample.
 
-    Columns: step, group, sample (int64), prompt (string), seed (int64, null where the prompt record has none),
-    `reward:<name>` (float64; null where there is no score), valid (bool), advantage (float64). `step` = committed
-    training steps after it, as in the metrics.
+    Columns: step, group, sample (int64), prompt (string), seed (int64: seeds the generator of the sample's initial
+    latent), `reward:<name>` (float64; null where there is no score), total (float64: weighted sum of the optimised scores;
+    null for masked samples), valid (bool), advantage (float64). `step` = committed training steps after it, as in the
+    metrics.
     """
 
     def __init__(self, run_dir: str, flush_every: int = 10):
@@ -42,9 +49,10 @@ class SampleWriter:
 
     def append_group(
         self, step: int, group: int, prompt: str, *, rewards: Mapping[str, np.ndarray], valid: np.ndarray,
-        advantages: np.ndarray, seed: int | None = None,
+        advantages: np.ndarray, total: np.ndarray, seeds: Sequence[int],
     ) -> None:
-        """Take one group: arrays [k] of float64 scores by name (NaN = no score), bool and float64.
+        """Take one group: arrays [k] of float64 scores by name (NaN = no score), bool, float64, float64 (NaN = no score)
+        and int.
 
         Raises:
             FlowGrpoError: the step lies before what was taken already (see `truncate`), or the lengths differ.
@@ -53,7 +61,8 @@ class SampleWriter:
             last = max([self._last, *self._steps])
             raise FlowGrpoError(f"samples: a group of step {step} after those of step {last}")
         k = len(valid)
-        odd = [name for name, values in {**rewards, "advantages": advantages}.items() if len(values) != k]
+        odd = [name for name, values in {**rewards, "advantages": advantages, "total": total, "seeds": seeds}.items()
+               if len(values) != k]
         if odd:
             raise FlowGrpoError(f"samples: group {group} of step {step} has {k} samples, but {odd} have another length")
         if self._steps and step > self._steps[-1] and len(set(self._steps)) >= self.flush_every:
@@ -61,9 +70,10 @@ class SampleWriter:
         columns = {
             "step": pa.array([step] * k, pa.int64()), "group": pa.array([group] * k, pa.int64()),
             "sample": pa.array(range(k), pa.int64()), "prompt": pa.array([prompt] * k, pa.string()),
-            "seed": pa.array([seed] * k, pa.int64()),
+            "seed": pa.array(seeds, pa.int64()),
             **{f"reward:{name}": pa.array(np.asarray(rewards[name], np.float64), from_pandas=True)  # NaN to null
                for name in sorted(rewards)},
+            "total": pa.array(np.asarray(total, np.float64), from_pandas=True),
             "valid": pa.array(np.asarray(valid, bool)), "advantage": pa.array(np.asarray(advantages, np.float64))}
         self._pending.append(pa.table(columns))
         self._steps.append(step)
@@ -92,10 +102,10 @@ class SampleWriter:
                 storage.delete_file(uri)
 
 
-def read_samples(run_dir: str, last_part_only: bool = False) -> pa.Table | None:
-    """All samples on file in step order (or those of the newest part); None where there are none."""
-    tables, seen = [], -1
-    for first, last, uri in _parts(run_dir).list()[-1 if last_part_only else 0 :]:
+def read_samples(run_dir: str, ends_only: bool = False) -> pa.Table | None:
+    """All samples on file in step order (or those of the first and the newest part); None where there are none."""
+    tables, seen, parts = [], -1, _parts(run_dir).list()
+    for first, last, uri in parts[:1] + parts[1:][-1:] if ends_only else parts:
         table = _from_parquet(storage.read_bytes(uri), uri)
         if first <= seen:  # a truncation that was cut short leaves the same rows in two parts
             table = table.filter(pc.greater(table["step"], seen))
@@ -108,7 +118,8 @@ def _concat(tables: Sequence[pa.Table]) -> pa.Table:
     """One table; a score that a part lacks (its reward was added later, or never answered) is null there."""
     table = pa.concat_tables(tables, promote_options="default")
     scores = sorted(name for name in table.column_names if name.startswith("reward:"))
-    return table.select(["step", "group", "sample", "prompt", "seed", *scores, "valid", "advantage"])
+    total = ["total"] if "total" in table.column_names else []  # runs of older versions have none
+    return table.select(["step", "group", "sample", "prompt", "seed", *scores, *total, "valid", "advantage"])
 
 
 def _to_parquet(table: pa.Table) -> bytes:
@@ -124,35 +135,89 @@ def _from_parquet(data: bytes, uri: str) -> pa.Table:
         raise FlowGrpoError(f"{storage.display(uri)} is damaged: {error}") from None
 
 
-def png_grid(pngs: Sequence[bytes], columns: int = 6, captions: Sequence[str] | None = None) -> bytes:
-    """One PNG out of many, row by row; cells have the size of the largest image, a caption stands under its image.
+@dataclass(frozen=True)
+class GridImage:
+    """One image of a grid, and what is known of it.
 
-    Small images are enlarged (whole pixels, no smoothing) where they are captioned, so that a caption has room.
+    `png` holds the pixels; `seed` seeds the generator of its initial latent, so two images of one prompt, size and seed
+    begin at the same noise; `scores` has the scores that exist.
+    """
+
+    png: bytes
+    prompt: str = ""
+    seed: int | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """Equal for images of one prompt and one initial noise."""
+        return self.prompt, self.seed
+
+
+def png_grid(items: Sequence[GridImage], columns: int = 6) -> bytes:
+    """One PNG out of many images, row by row; cells have the size of the largest image, captions stand under the images.
+
+    A caption is the prompt and the scores; where there are captions, small images are enlarged (whole pixels, no smoothing)
+    so that they have room. Prompts, seeds and scores also go into the file as a text chunk, which `read_grid` reads.
 
     Raises:
-        FlowGrpoError: there are no images, or not as many captions as images.
+        FlowGrpoError: there are no images.
     """
-    if not pngs:
+    if not items:
         raise FlowGrpoError("a grid needs at least one image")
-    if captions is not None and len(captions) != len(pngs):
-        raise FlowGrpoError(f"a grid of {len(pngs)} images got {len(captions)} captions")
-    images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
-    columns = min(columns, len(images))
-    if captions and (scale := math.ceil(_CAPTIONED_WIDTH / max(i.width for i in images))) > 1:
-        images = [i.resize((i.width * scale, i.height * scale), Image.Resampling.NEAREST) for i in images]
+    images = [Image.open(io.BytesIO(item.png)).convert("RGB") for item in items]
+    columns, scale, font = min(columns, len(images)), 1, ImageFont.load_default(11)
+    if any(item.prompt or item.scores for item in items):
+        scale = math.ceil(_CAPTIONED_WIDTH / max(image.width for image in images))
+    images = [image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST) for image in images]
     width, height = max(i.width for i in images), max(i.height for i in images)
-    cell = height + (_CAPTION if captions else 0)
-    rows = math.ceil(len(images) / columns)
-    grid = Image.new("RGB", (columns * (width + _GAP) + _GAP, rows * (cell + _GAP) + _GAP), "white")
-    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(11)
+    captions = [_caption(item, font, width) for item in items]
+    lines = max(map(len, captions))
+    cell = height + (_LINE * lines + 2 if lines else 0)
+    size = columns * (width + _GAP) + _GAP, math.ceil(len(images) / columns) * (cell + _GAP) + _GAP
+    grid = Image.new("RGB", size, "white")
+    draw, boxes = ImageDraw.Draw(grid), []
     for i, image in enumerate(images):
         x, y = _GAP + i % columns * (width + _GAP), _GAP + i // columns * (cell + _GAP)
-        grid.paste(image, (x + (width - image.width) // 2, y + (height - image.height) // 2))
-        if captions:
-            draw.text((x, y + height + 1), _fit(captions[i], font, width), fill="black", font=font)
-    sink = io.BytesIO()
-    grid.save(sink, "PNG")
+        place = x + (width - image.width) // 2, y + (height - image.height) // 2
+        grid.paste(image, place)
+        boxes.append([*place, image.width, image.height])
+        for number, text in enumerate(captions[i]):
+            draw.text((x, y + height + 1 + number * _LINE), text, fill="black" if number == 0 else "#475569", font=font)
+    facts = [{"box": box, "prompt": item.prompt[:_PROMPT_KEPT], "seed": item.seed, "scores": item.scores}
+             for box, item in zip(boxes, items, strict=True)]
+    info, sink = PngInfo(), io.BytesIO()
+    info.add_text(_CHUNK, json.dumps({"scale": scale, "images": facts}), zip=True)
+    grid.save(sink, "PNG", pnginfo=info)
     return sink.getvalue()
+
+
+def read_grid(png: bytes) -> list[GridImage]:
+    """The images of a grid as they went into `png_grid`, pixel by pixel; empty for a PNG without that text chunk."""
+    grid = Image.open(io.BytesIO(png))
+    text = grid.text.get(_CHUNK) if isinstance(grid, PngImageFile) else None
+    if text is None:
+        return []
+    facts, out = json.loads(text), []
+    for fact in facts["images"]:
+        x, y, width, height = fact["box"]
+        image = grid.crop((x, y, x + width, y + height))
+        small = image.resize((width // facts["scale"], height // facts["scale"]), Image.Resampling.NEAREST)
+        sink = io.BytesIO()
+        small.save(sink, "PNG")
+        out.append(GridImage(sink.getvalue(), fact["prompt"], fact["seed"], fact["scores"]))
+    return out
+
+
+def _caption(item: GridImage, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    """The prompt in one line, then the scores in as many as they take, up to three."""
+    lines = [_fit(item.prompt, font, width)] if item.prompt or item.scores else []
+    for text in (f"{name} {value:.3g}" for name, value in item.scores.items()):
+        if len(lines) > 1 and font.getlength(joined := f"{lines[-1]}  {text}") <= width:
+            lines[-1] = joined
+        elif len(lines) < 1 + _SCORE_LINES:
+            lines.append(_fit(text, font, width))
+    return lines
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
@@ -166,13 +231,9 @@ def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     return short if keep > 0 else "…"
 
 
-def write_grid(
-    run_dir: str, weights: str, step: int, pngs: Sequence[bytes], captions: Sequence[str] | None = None,
-    columns: int = 6,
-) -> str:
-    """Write `samples/grids/<weights>_step_<step>.png` (see `png_grid`) and return its URI."""
-    uri = storage.join(run_dir, "samples", "grids", f"{weights}_step_{step:06d}.png")
-    return storage.write_bytes(uri, png_grid(pngs, columns, captions))
+def write_grid(run_dir: str, weights: str, step: int, png: bytes) -> str:
+    """Write a grid (see `png_grid`) as `samples/grids/<weights>_step_<step>.png` and return its URI."""
+    return storage.write_bytes(storage.join(run_dir, "samples", "grids", f"{weights}_step_{step:06d}.png"), png)
 
 
 def list_grids(run_dir: str) -> list[tuple[str, int, str]]:

@@ -179,7 +179,7 @@ class Reference:
         data = self.sample(plan)
         updates = learn_step(self.learner, plan, data)
         advantages = self.learner.step_advantages()
-        scored = step_row(plan, data.scores, advantages)
+        scored = step_row(self.config, plan, data.scores, advantages)
         return {"step": step + 1, **merged(updates), **scored, **self.publish(step + 1)}
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from plain_images import png
 
 from flowgrpo_ray import metrics, samples, storage
 from flowgrpo_ray.errors import FlowGrpoError
@@ -146,7 +147,7 @@ def add_samples(writer, *steps):
         for group in range(2):
             scores = np.sin(np.arange(3.0) + 10 * step + group)
             writer.append_group(step, group, f"prompt {group}", rewards={"ocr": scores}, valid=np.ones(3, bool),
-                                advantages=scores - scores.mean(), seed=None if group else 5)
+                                advantages=scores - scores.mean(), total=2 * scores, seeds=[5 + group, 6, 7])
 
 
 def test_samples_round_trip_and_truncate(run_dir):
@@ -156,13 +157,15 @@ def test_samples_round_trip_and_truncate(run_dir):
     writer.flush()
     whole = samples.read_samples(run_dir)
     assert whole.num_rows == 30
-    assert whole.column_names == ["step", "group", "sample", "prompt", "seed", "reward:ocr", "valid", "advantage"]
+    assert whole.column_names == [
+        "step", "group", "sample", "prompt", "seed", "reward:ocr", "total", "valid", "advantage"]
     assert parts(run_dir, "samples") == [
         "part-00000000-00000001.parquet", "part-00000002-00000003.parquet", "part-00000004-00000004.parquet"]
     np.testing.assert_array_equal(whole["reward:ocr"][:3], np.sin(np.arange(3.0)))
-    assert whole["seed"][:6].to_pylist() == [5, 5, 5, None, None, None]
+    np.testing.assert_array_equal(whole["total"][:3], 2 * np.sin(np.arange(3.0)))
+    assert whole["seed"][:6].to_pylist() == [5, 6, 7, 6, 6, 7]
     for step in (0, 2, 4):
-        samples.write_grid(run_dir, "policy", step, [png("red")])
+        samples.write_grid(run_dir, "policy", step, png("red"))
     again = samples.SampleWriter(run_dir)
     with pytest.raises(FlowGrpoError, match="a group of step 4 after those of step 4"):
         add_samples(again, 4)
@@ -177,37 +180,53 @@ def test_samples_round_trip_and_truncate(run_dir):
 def test_a_score_that_does_not_exist_is_null_never_0(tmp_path):
     writer = samples.SampleWriter(str(tmp_path))
     writer.append_group(1, 0, "p", rewards={"ocr": np.array([0.5, np.nan])}, valid=np.array([True, False]),
-                        advantages=np.zeros(2))
+                        advantages=np.zeros(2), total=np.array([0.5, np.nan]), seeds=[1, 2])
     writer.append_group(1, 1, "q", rewards={"ocr": np.ones(2), "aesthetic": np.ones(2)}, valid=np.ones(2, bool),
-                        advantages=np.zeros(2))
+                        advantages=np.zeros(2), total=np.ones(2), seeds=[3, 4])
     with pytest.raises(FlowGrpoError, match=r"has 2 samples, but \['ocr'\] have another length"):
-        writer.append_group(1, 2, "r", rewards={"ocr": np.ones(3)}, valid=np.ones(2, bool), advantages=np.zeros(2))
+        writer.append_group(1, 2, "r", rewards={"ocr": np.ones(3)}, valid=np.ones(2, bool), advantages=np.zeros(2),
+                            total=np.ones(2), seeds=[1, 2])
     writer.flush()
     table = samples.read_samples(str(tmp_path))
     assert table["reward:ocr"].to_pylist() == [0.5, None, 1.0, 1.0]
     assert table["reward:aesthetic"].to_pylist() == [None, None, 1.0, 1.0]
-
-
-def png(color, size=(8, 8)):
-    sink = io.BytesIO()
-    Image.new("RGB", size, color).save(sink, "PNG")
-    return sink.getvalue()
+    assert table["total"].to_pylist() == [0.5, None, 1.0, 1.0]
 
 
 def test_grid(run_dir):
-    images = [png("red"), png("green", (4, 4)), png("blue"), png("black"), png("red")]
-    uri = samples.write_grid(run_dir, "ema", 7, images, columns=3)
-    assert samples.list_grids(run_dir) == [("ema", 7, uri)]
-    data = storage.read_bytes(uri)
+    images = [samples.GridImage(p) for p in (png("red"), png("green", (4, 4)), png("blue"), png("black"), png("red"))]
+    data = samples.png_grid(images, 3)
+    uri = samples.write_grid(run_dir, "ema", 7, data)
+    assert samples.list_grids(run_dir) == [("ema", 7, uri)] and storage.read_bytes(uri) == data
     assert uri.partition("?")[0].endswith("samples/grids/ema_step_000007.png")
-    assert data == samples.png_grid(images, 3)
     grid = Image.open(io.BytesIO(data))
     assert grid.size == (3 * 12 + 4, 2 * 12 + 4)
     assert [grid.getpixel(p) for p in [(4, 4), (20, 8), (16, 4), (28, 4), (4, 16), (16, 16)]] == [
         (255, 0, 0), (0, 128, 0), (255, 255, 255), (0, 0, 255), (0, 0, 0), (255, 0, 0)]
-    tall = Image.open(io.BytesIO(samples.png_grid(images[:1], captions=["a long caption " * 9])))
+    tall = Image.open(io.BytesIO(samples.png_grid([samples.GridImage(png("red"), "a long caption " * 9)])))
     assert tall.size == (4 + 120 + 4, 4 + 120 + 16 + 4), "enlarged until the caption has room"
-    with pytest.raises(FlowGrpoError, match="5 images got 1 captions"):
-        samples.png_grid(images, captions=["x"])
     with pytest.raises(FlowGrpoError, match="at least one image"):
         samples.png_grid([])
+
+
+def test_a_grid_gives_back_what_went_into_it():
+    noise = np.random.default_rng(0).integers(0, 256, (6, 10, 7, 3), dtype=np.uint8)
+    pngs = [samples_png(pixels) for pixels in noise] + [png("green", (4, 4))]
+    images = [samples.GridImage(p, f"prompt {i} \u4e2d", 2**63 - 1 - i, {"ocr": i / 3, "a_long_name": -i / 7})
+              for i, p in enumerate(pngs)]
+    data = samples.png_grid(images)
+    found = samples.read_grid(data)
+    assert [(i.prompt, i.seed, i.scores) for i in found] == [(i.prompt, i.seed, i.scores) for i in images]
+    for ours, theirs in zip(images, found, strict=True):
+        assert np.array_equal(Image.open(io.BytesIO(ours.png)), Image.open(io.BytesIO(theirs.png)))
+    bare = samples.png_grid([samples.GridImage(i.png, i.prompt) for i in images])
+    assert Image.open(io.BytesIO(data)).height > Image.open(io.BytesIO(bare)).height, "scores take lines of their own"
+    longest = [samples.GridImage(png("red"), "\U0001f600" * 9000)] * 64
+    assert len(samples.read_grid(samples.png_grid(longest))) == 64, "within what PIL reads of a text chunk"
+    assert samples.read_grid(png("red")) == []
+
+
+def samples_png(pixels):
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, "PNG")
+    return sink.getvalue()

@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -7,19 +8,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from PIL import Image
+from plain_images import png
 
-from flowgrpo_ray import charts, metrics, report, samples, storage
+from flowgrpo_ray import charts, grids, metrics, panels, report, samples, storage, watch
 from flowgrpo_ray.errors import FlowGrpoError
 
 pytest_plugins = ["s3_server"]
 
 EVIL = "<script>alert('prompt')</script> & \"quotes\" {{ 7 * 7 }} $\\frac$"
-
-
-def png(color, size=(8, 8)):
-    sink = io.BytesIO()
-    Image.new("RGB", size, color).save(sink, "PNG")
-    return sink.getvalue()
 
 
 def row(step):
@@ -46,10 +42,12 @@ def make_run(run_dir, steps=21, evil=EVIL):
             for group in range(2):
                 scores = np.array([0.1, 0.3, np.nan]) + group
                 sampler.append_group(step, group, evil if group else "a sign", rewards={"ocr": scores},
-                                     valid=np.array([True, True, False]), advantages=np.zeros(3))
+                                     valid=np.array([True, True, False]), advantages=np.zeros(3), total=scores, seeds=[1, 2, 3])
         if step % 10 == 0:
             for weights in ("policy", "ema"):
-                samples.write_grid(run_dir, weights, step, [png("red"), png("blue")])
+                pairs = [samples.GridImage(png(color), f"{evil} {color}", seed, {"ocr": step / 40 + seed / 9})
+                         for seed, color in enumerate(("red", "blue"))]
+                samples.write_grid(run_dir, weights, step, samples.png_grid(pairs))
     writer.flush()
     sampler.flush()
     config = f"run:\n  name: {evil!r}\n  steps: 40\n  dir: s3://key:secret@bucket/runs\neval:\n  weights: policy\n"
@@ -81,7 +79,7 @@ def test_report_of_a_whole_run(run_dir):
     for title in ("Training reward: ocr", "Evaluation: ocr", "KL to the reference", "Approximate KL", "Clip fraction",
                   "Mean ratio", "Gradient norm", "Throughput", "Busy share", "Failures", "Adapter change"):
         assert f"<h3>{title}</h3>" in text, title
-    assert text.count('class="tag"') == 6  # grids of two kinds of weights at steps 0, 10, 20
+    assert len(re.findall(r'<h3>Step \d+ <span class="tag">', text)) == 6  # two kinds of weights at steps 0, 10, 20
     for link in page.links:
         assert link.startswith("data:image/"), "the page refers to nothing outside"
         Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2]))).verify()
@@ -138,8 +136,9 @@ def test_a_damaged_file_is_named(tmp_path):
 
 def test_grids_are_thinned_and_scaled(tmp_path):
     for step in range(30):
-        samples.write_grid(str(tmp_path), "policy", step, [png("red", (300, 20))] * 6)
-    found = report.grids(str(tmp_path))
+        grid = samples.png_grid([samples.GridImage(png("red", (300, 20)))] * 6)
+        samples.write_grid(str(tmp_path), "policy", step, grid)
+    found = grids.whole_grids(str(tmp_path))
     assert [step for step, _ in found] == [0, 6, 12, 17, 23, 29]
     data = base64.b64decode(found[0][1][0].image.partition(",")[2])
     assert Image.open(io.BytesIO(data)).width == 1280
@@ -160,4 +159,100 @@ def test_evaluation_compares_first_and_last():
 
 def test_window_steps_are_in_natural_order():
     rows = [{"step": 1} | {f"ratio_mean/{j}": 1.0 for j in (10, 2, 0)}]
-    assert [line.label for line in charts.family(rows, "ratio_mean")] == ["0", "2", "10"]
+    assert [line.label for line in panels.family(rows, "ratio_mean")] == ["0", "2", "10"]
+
+
+def test_smoothing_does_not_lag():
+    xs = [1.0, 2.0, 3.0, 5.0, 8.0, 9.0, 12.0, *range(13, 60)]
+    line = [0.3 + 0.02 * x for x in xs]
+    assert charts.smoothed(xs, line, charts.width_of(xs)) == pytest.approx(line), "a ramp stays where it is, ends included"
+    rng = np.random.default_rng(0)
+    steps = list(range(200))
+    noisy = [1 / (1 + math.exp((100 - x) / 10)) + 0.1 * rng.standard_normal() for x in steps]
+    found = charts.smoothed(steps, noisy, 6.0)
+    crossing = next(x for x, y in zip(steps, found, strict=True) if y > 0.5)
+    assert abs(crossing - 100) <= 2, "where the curve itself crosses a half"
+    assert charts.smoothed([1, 2], [5.0, 7.0], 1.5) == pytest.approx([5.0, 7.0])
+
+
+def weighted_run(run_dir, combine="gdpo", steps=30):
+    """A dark image scores well, and words are lost."""
+    writer, sampler = metrics.MetricsWriter(run_dir), samples.SampleWriter(run_dir)
+    for step in range(1, steps + 1):
+        t = step / steps
+        writer.append({"step": step, "reward_mean/ocr": 0.45 * (1 - t), "reward_std/ocr": 0.3, "reward_group_std/ocr": 0.3,
+                       "reward_mean/dark": 0.5 + 0.2 * t, "reward_std/dark": 0.02, "reward_group_std/dark": 0.017,
+                       "reward_mean/sharp": 0.9 - 0.6 * t, "reward_std/sharp": 0.1, "time_total": 3.0 * step})
+        scores = np.array([0.1, 0.3]) * (1 - t)
+        sampler.append_group(step, 0, "a", rewards={"ocr": scores, "dark": scores + 0.5}, valid=np.ones(2, bool),
+                             advantages=np.zeros(2), total=2 * scores + 0.5, seeds=[1, 2])
+    writer.flush()
+    sampler.flush()
+    for step, color in ((0, "white"), (steps, "black")):
+        images = [samples.GridImage(png(color), f"prompt {i}", i, {"ocr": 0.1 * i, "dark": 0.5}) for i in range(5)]
+        samples.write_grid(run_dir, "policy", step, samples.png_grid(images))
+    config = {"run": {"name": "lost"}, "train": {"seed": 7},
+              "model": {"path": "builtin:tiny"}, "advantage": {"combine": combine},
+              "rewards": {"ocr": {"weight": 1.0}, "dark": {"weight": 1.0}, "sharp": {"weight": 0}}}
+    storage.write_bytes(storage.join(run_dir, "config.yaml"), json.dumps(config).encode())
+    first = {"step": 0, "time": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.12.0", "flowgrpo-ray": "0.1.0"},
+             "commit": {"id": "a" * 40, "dirty": True}}
+    starts = [first, first | {"step": 10, "versions": {"torch": "2.13.0", "flowgrpo-ray": "0.1.0"}}]
+    storage.write_bytes(storage.join(run_dir, "run.json"), json.dumps({"run_id": "x", "starts": starts}).encode())
+
+
+def test_what_was_lost_stands_beside_the_curve(tmp_path):
+    weighted_run(str(tmp_path))
+    text = report.render(str(tmp_path))
+    assert "The optimised reward ocr collapses: training mean 0.4" in text and "lower the weight of dark" in text
+    lost = text[text.index("Scores that got worse"):text.index("Same prompt, same noise")]
+    assert re.search(r"ocr <span class=\"tag\">optimised", lost) and re.search(r"sharp <span class=\"tag\">monitor", lost)
+    assert "dark" not in lost
+    assert text.count('class="side"') == 5, "a pair for every image of the grids"
+    assert text.count("step 0</span>") == text.count("step 30</span>") == 5
+
+
+def test_the_page_says_what_was_run(tmp_path):
+    weighted_run(str(tmp_path))
+    text = report.render(str(tmp_path))
+    for fact in ("<dd>7</dd>", "1 min 30 s", "aaaaaaaaaaaa, with uncommitted changes", "torch 2.13.0", "builtin:tiny",
+                 "started 2026-01-02 03:04:05 UTC; resumed from step 10 2026-01-02 03:04:05 UTC (torch 2.12.0 → 2.13.0)"):
+        assert fact in text, fact
+
+
+def test_histograms_and_gallery(tmp_path):
+    weighted_run(str(tmp_path))
+    text = report.render(str(tmp_path))
+    assert "Scores, at first and at last" in text and "<h3>dark</h3>" in text
+    ends = grids.ends(str(tmp_path), "policy")
+    found = report.gallery(ends, {"rewards": {"ocr": {}, "dark": {"weight": 0.0}}})
+    assert [shot.label for shot in found.best] == ["prompt 4", "prompt 3"]
+    assert [shot.label for shot in found.worst] == ["prompt 0", "prompt 1"]
+    assert found.best[0].scores == [("ocr", 0.4), ("dark", 0.5)]
+    assert report.gallery(ends, {"rewards": {"absent": {}}}) is None, "an image without its score is not ranked"
+    worst = report.gallery(ends, {"rewards": {"ocr": {"weight": -1.0}}}).best
+    assert worst[0].label == "prompt 0", "a negative weight turns the order round"
+
+
+def test_images_pair_by_prompt_seed_and_size():
+    def image(prompt, seed, size=(8, 8)):
+        return samples.GridImage(png("red", size), prompt, seed)
+
+    before = [image("a", 1), image("b", 2), image("c", 3), image("d", None)]
+    after = [image("b", 2), image("a", 9), image("c", 3, (4, 8)), image("d", None)]
+    assert [(x.prompt, y.prompt) for x, y in grids.same_noise(before, after)] == [("b", "b")]
+    assert grids.difference(image("a", 1), samples.GridImage(png((255, 0, 30)), "a", 1)) == 10
+
+
+def test_the_total_curve_says_what_is_optimised(tmp_path):
+    weighted_run(str(tmp_path))
+    rows = metrics.read_metrics(str(tmp_path))
+    rewards = {"ocr": {"weight": 2.0}, "dark": {"weight": -1.0}, "sharp": {"weight": 0.0}}
+    steps, values = watch.total_series(rows, {"rewards": rewards})
+    assert values[0] == pytest.approx(2 * rows[0]["reward_mean/ocr"] - rows[0]["reward_mean/dark"])
+    steps, values = watch.total_series(rows, {"rewards": rewards, "advantage": {"combine": "gdpo"}})
+    assert steps == list(range(1, 31)) and values[0] == 0
+    assert values[-1] == pytest.approx(2 * -0.435 / 0.3001 - (0.2 * 29 / 30) / 0.0171)
+    assert panels.headline(rows, {"rewards": rewards}, "policy").title == "Total reward"
+    assert panels.headline(rows, {"rewards": {"ocr": {}}}, "policy").title == "Reward: ocr"
+    assert panels.headline([], {"rewards": rewards}, "policy") is None

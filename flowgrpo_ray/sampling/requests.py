@@ -32,10 +32,15 @@ def evaluation_request(
     prompts = shard.prompts
     return SampleRequest(
         run_id=run_id, slot=slot, version=version,
-        noise_keys=tuple((_seed(config, records[p]), 0, p, image) for p, image in shard.items), stream="eval",
+        noise_keys=evaluation_keys(config, records, shard), stream="eval",
         index=tuple(prompts.index(p) for p, _ in shard.items), height=shard.height, width=shard.width,
         num_steps=config.eval.num_steps, guidance_scale=evaluation_guidance(config), window=(0, 0),
         png=tuple(range(png)))
+
+
+def evaluation_keys(config: Config, records: Sequence[PromptRecord], shard: EvalShard) -> tuple[tuple[int, int, int, int], ...]:
+    """(seed, step, group, sample) of the noise of every image of a shard; `SampleRequest.noise_keys`."""
+    return tuple((_seed(config, records[p]), 0, p, image) for p, image in shard.items)
 
 
 def evaluation_guidance(config: Config) -> float:
