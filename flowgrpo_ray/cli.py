@@ -15,15 +15,13 @@ import sys
 import threading
 import warnings
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import __version__, cli_rewards, signals, waiting
+from flowgrpo_ray import cli_rewards, cli_runs, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 
@@ -99,11 +97,14 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
     settings = load(config, [*offline.place_of(config), *(overrides or [])])
     console = _prepare(settings)
     from flowgrpo_ray.live import open_view, print_summary
+    from flowgrpo_ray.watch import monitor_hint
 
     run_dir = storage.join(settings.run.dir, settings.run.name)
     view = open_view(settings, console)
     view.say(f"run {settings.run.name}: {settings.run.steps} steps of {settings.sampling.groups_per_step} groups x "
              f"{settings.sampling.group_size} images, in {storage.display(run_dir)}")
+    if hint := monitor_hint(settings.model_dump(mode="json")):
+        view.say(hint)
     try:
         with view:
             _ray_logs_join_ours()
@@ -299,16 +300,16 @@ def metrics() -> None:
 @app.command(epilog="Example: flowgrpo-ray version")
 def version() -> None:
     """Print the version of this package and of what it uses."""
-    typer.echo(f"flowgrpo-ray {__version__}")
-    typer.echo(f"python {sys.version.split()[0]}")
-    for package in ("ray", "torch", "diffusers", "transformers", "peft"):
-        try:
-            typer.echo(f"{package} {installed_version(package)}")
-        except PackageNotFoundError:
-            typer.echo(f"{package} not installed")
+    from flowgrpo_ray.provenance import commit, versions
+
+    for name, number in versions().items():
+        typer.echo(f"{name} {number}")
+    if found := commit():
+        typer.echo(f"commit {found['id']}{', with changes' if found['dirty'] else ''}")
 
 
 cli_rewards.add_to(app)
+cli_runs.add_to(app)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------

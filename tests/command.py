@@ -1,4 +1,4 @@
-"""The `flowgrpo-ray` command in a process of its own."""
+"""The `flowgrpo-ray` command, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import yaml
+from typer.testing import CliRunner, Result
+
+from flowgrpo_ray.cli import app
 
 SMALL = {
     "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},
@@ -29,6 +32,13 @@ def write_config(folder: Path, **changes: object) -> Path:
     run = {"name": "small", "dir": str(folder / "runs"), "steps": 2}
     path.write_text(yaml.safe_dump({**SMALL, "run": run, **changes}))
     return path
+
+
+def cli(*args: object, code: int = 0, input: str | None = None) -> Result:
+    """Run a command in this process and check its exit code."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], prog_name="flowgrpo-ray", input=input)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
 
 
 def start(folder: Path, *args: object) -> subprocess.Popen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -15,20 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_pipelines
-from command import start, write_config
+from command import cli, start, write_config
 from PIL import Image
 from safetensors.numpy import load_file
-from typer.testing import CliRunner, Result
 
-from flowgrpo_ray.cli import app
 from flowgrpo_ray.config import load, to_yaml
 from flowgrpo_ray.metrics import METRICS, read_metrics
 from flowgrpo_ray.policies.lora import load_adapter
 from flowgrpo_ray.rewards import known_rewards
-from flowgrpo_ray.samples import png_grid
+from flowgrpo_ray.samples import read_grid
 
-COMMANDS = ("train", "eval", "sample", "export", "report", "config", "rewards", "score", "serve-reward", "metrics",
-            "version")
+COMMANDS = ("train", "eval", "sample", "export", "report", "doctor", "compare", "prompts", "config", "rewards", "score",
+            "serve-reward", "metrics", "version")
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +46,6 @@ def process_settings():
     warnings.filters[:] = filters
     os.environ.clear()
     os.environ.update(environment)
-
-
-def cli(*args: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(arg) for arg in args], prog_name="flowgrpo-ray")
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,11 +162,12 @@ def test_train_shows_a_clean_screen(trained):
     assert err == ""
     lines = out.splitlines()
     assert lines[0].startswith("run small: 2 steps of 2 groups x 4 images, in ")
-    assert lines[1] == "starting 3 actors"
-    assert [line[:8] for line in lines[2:5]] == ["step 0/2", "step 1/2", "step 2/2"]
+    assert lines[1].startswith("jpeg_compressibility is the only reward and nothing else is measured")
+    assert lines[2] == "starting 3 actors"
+    assert [line[:8] for line in lines[3:6]] == ["step 0/2", "step 1/2", "step 2/2"]
     row = read_metrics(str(run_dir))[-1]
-    assert f"jpeg_compressibility {row['reward_mean/jpeg_compressibility']:.4f}" in lines[4]
-    assert f"evaluation: jpeg_compressibility {row['eval/policy/jpeg_compressibility']:.4f}" in lines[4]
+    assert f"jpeg_compressibility {row['reward_mean/jpeg_compressibility']:.4f}" in lines[5]
+    assert f"evaluation: jpeg_compressibility {row['eval/policy/jpeg_compressibility']:.4f}" in lines[5]
 
 
 def test_train_ends_with_what_was_reached_and_where_it_is(trained):
@@ -253,14 +247,21 @@ def test_samples_are_those_of_the_evaluation(trained, tmp_path):
     paths = cli(*args, "--adapter", adapter, "--out", tmp_path / "a", "--float").stdout.split()
     pngs = [Path(path) for path in paths if path.endswith(".png")]
     assert [path.name for path in pngs] == [*(f"{i:02d}_00.png" for i in range(6)), "grid.png"]
-    grid = png_grid([path.read_bytes() for path in pngs[:-1]], captions=prompts)
-    assert grid == (run_dir / "samples/grids/policy_step_000002.png").read_bytes()
+    assert _in_grid(tmp_path / "a/grid.png") == _in_grid(run_dir / "samples/grids/policy_step_000002.png")
+    assert [prompt for _, prompt, _ in _in_grid(tmp_path / "a/grid.png")] == prompts
+    for path, (pixels, _, _) in zip(pngs, _in_grid(tmp_path / "a/grid.png"), strict=False):
+        assert np.asarray(Image.open(path)).tobytes() == pixels
     floats = np.load(pngs[0].with_suffix(".npy"))
     assert floats.dtype == np.float32 and floats.shape == (3, 32, 64) and floats.min() >= 0 and floats.max() <= 1
     assert np.array_equal((floats.transpose(1, 2, 0) * 255).round().astype(np.uint8), np.asarray(Image.open(pngs[0])))
     cli(*args, "--out", tmp_path / "b")
-    grid = png_grid([(tmp_path / "b" / path.name).read_bytes() for path in pngs[:-1]], captions=prompts)
-    assert grid == (run_dir / "samples/grids/policy_step_000000.png").read_bytes()
+    assert _in_grid(tmp_path / "b/grid.png") == _in_grid(run_dir / "samples/grids/policy_step_000000.png")
+
+
+def _in_grid(path):
+    """Pixels, prompt and seed of every image of a grid."""
+    return [(np.asarray(Image.open(io.BytesIO(item.png))).tobytes(), item.prompt, item.seed)
+            for item in read_grid(path.read_bytes())]
 
 
 def test_samples_by_an_sde_differ_from_the_ode(tmp_path):
@@ -353,8 +354,8 @@ def test_a_prompt_in_another_encoding_is_rejected(tmp_path):
 
 
 def test_a_configuration_comes_through_a_pipe():
-    result = CliRunner().invoke(app, ["config", "-", "--plain", "train.seed=7"], input="rewards: {ocr: {weight: 2}}\n")
-    assert result.exit_code == 0 and "weight: 2.0" in result.output and "seed: 7" in result.output
+    text = cli("config", "-", "--plain", "train.seed=7", input="rewards: {ocr: {weight: 2}}\n").output
+    assert "weight: 2.0" in text and "seed: 7" in text
 
 
 def test_export_names_the_nearest_checkpoint(trained, tmp_path):
