@@ -22,25 +22,31 @@ _LINES_SHOWN = 5
 
 
 def convert(folder: str, out: str) -> Iterator[str]:
-    """Write `<set>_<split>.jsonl` into `out` for every set in `folder`, or for `folder` if it is a set itself.
+    """Write `<set>/train` and `<set>/test` (.txt, or .jsonl with metadata) into `out` for every set in `folder`.
+
+    `folder` may be a set itself.
 
     Prompts that the reward of the set cannot score are left out. Relative condition images become paths in `folder`. Yields
     lines that say what was written, what was left out and why, and what to put into a configuration.
 
     Raises:
-        ConfigError: no such folder, no set in it, or a bad line (named).
+        ConfigError: no such folder, no set in it, a bad line (named), or an `out` that holds the sets themselves.
     """
     sets = _sets(folder)
     for uri in sets:
         name, written, seen = storage.base_name(uri), {}, {}
+        if storage.resolve(storage.join(out, name)) == storage.resolve(uri):
+            raise ConfigError(f"--out {storage.display(out)} holds the sets themselves; give another folder")
         for split, source in _files(uri).items():
             records = [_located(record, uri) for record in load_prompts(source)]
             problems = {record.line: why for record in records if (why := _problem(name, record))}
             kept = [record for record in records if record.line not in problems]
             if not kept:
                 raise ConfigError(f"{source}: no prompt of it can be used: {next(iter(problems.values()))}")
-            target = written[split] = storage.join(out, f"{name}_{split}.jsonl")
-            storage.write_bytes(target, "".join(_line(record) for record in kept).encode())
+            bare = source.partition("?")[0].endswith(".txt")
+            target = written[split] = storage.join(out, name, f"{split}{'.txt' if bare else '.jsonl'}")
+            text = "".join(record.prompt + "\n" if bare else _line(record) for record in kept)
+            storage.write_bytes(target, text.encode())
             seen[split] = {record.prompt for record in kept}
             repeated = len(kept) - len(seen[split])
             yield f"{storage.display(target)}: {len(kept)} prompts" + (f", {repeated} of them repeated" if repeated else "")

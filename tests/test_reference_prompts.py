@@ -26,24 +26,27 @@ def write_dataset(folder):
 def test_a_dataset_folder_becomes_prompt_files(tmp_path):
     out, dataset = tmp_path / "prompts", write_dataset(tmp_path / "dataset")
     text = cli("prompts", dataset, "--out", out).output
-    assert sorted(path.name for path in out.iterdir()) == [
-        "counting_edit_test.jsonl", "geneval_train.jsonl", "ocr_test.jsonl", "ocr_train.jsonl"]
-    assert [record.prompt for record in load_prompts(out / "ocr_train.jsonl")] == [
+    assert sorted(str(path.relative_to(out)) for path in out.glob("*/*")) == [
+        "counting_edit/test.jsonl", "geneval/train.jsonl", "ocr/test.txt", "ocr/train.txt"]
+    assert [record.prompt for record in load_prompts(out / "ocr/train.txt")] == [
         'A sign that says "OPEN"', 'A mug with "TEA"', 'A mug with "TEA"']
-    assert f"{out}/ocr_train.jsonl: 3 prompts, 1 of them repeated" in text
+    assert f"{out}/ocr/train.txt: 3 prompts, 1 of them repeated" in text
     assert "left out: 1 (line 2)" in text and "prompts that are in both files, and so not held out: 1" in text
-    assert f"data.train_prompts={out}/ocr_train.jsonl data.eval_prompts={out}/ocr_test.jsonl" in text
-    colors, two = load_prompts(out / "geneval_train.jsonl")
+    assert f"data.train_prompts={out}/ocr/train.txt data.eval_prompts={out}/ocr/test.txt" in text
+    colors, two = load_prompts(out / "geneval/train.jsonl")
     assert colors.prompt == "a photo of a red bus"
     assert colors.metadata == {"tag": "colors", "include": GENEVAL["include"]} and two.metadata["exclude"] == []
-    (edit,) = load_prompts(out / "counting_edit_test.jsonl")
+    (edit,) = load_prompts(out / "counting_edit/test.jsonl")
     assert edit.image == str(dataset / "counting_edit/images/1.png") and edit.metadata == {"requirement": "3"}
 
 
 def test_one_set_alone(tmp_path):
     write_dataset(tmp_path / "dataset")
     cli("prompts", tmp_path / "dataset/geneval", "--out", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["geneval_train.jsonl"]
+    assert [path.name for path in (tmp_path / "out/geneval").iterdir()] == ["train.jsonl"]
+    before = (tmp_path / "dataset/ocr/train.txt").read_text()
+    assert "holds the sets themselves" in cli("prompts", tmp_path / "dataset", "--out", tmp_path / "dataset", code=2).stderr
+    assert (tmp_path / "dataset/ocr/train.txt").read_text() == before
 
 
 def test_wrong_folders_and_files(tmp_path):
