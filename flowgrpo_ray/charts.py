@@ -130,6 +130,7 @@ def histogram(title: str, note: str, groups: Sequence[tuple[str, Sequence[float]
             color = theme.colors[index % len(theme.colors)]
             axes.stairs(share, bins, fill=True, color=color, alpha=0.28)
             axes.stairs(share, bins, color=color, lw=1.4, label=_plain(label))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
         _finish(out, axes, theme, 3, xlabel, "share of samples")
         return out
 
@@ -143,7 +144,7 @@ def _curve(axes: Axes, curve: Curve, color: str | tuple[float, ...]) -> None:
     if smooth:
         width = width_of(curve.xs)
         axes.plot(curve.xs, smoothed(curve.xs, curve.ys, width), color=color, lw=2.0,
-                  label=f"smoothed: centred, σ {width:.2g}")
+                  label=f"smoothed: centred, σ {width:.3g}")
     if curve.band:
         x, y, half = (np.asarray(values, float) for values in (curve.xs, curve.ys, curve.band))
         axes.fill_between(x, y - half, y + half, color=color, alpha=0.13, lw=0, label=curve.band_label)

@@ -68,7 +68,8 @@ def _differing(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 def _shown(value: Any) -> str:
     """A value in a line; of a section what is set."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_shown(part)}" for key, part in value.items() if part not in (None, {}, []))
+        parts = {key: _shown(part) for key, part in value.items() if part is not None}
+        return ", ".join(f"{key}: {text}" for key, text in parts.items() if text not in ("", "[]"))
     return "–" if value is None else str(value)
 
 

@@ -46,6 +46,12 @@ class Pair:
     prompt: str
     shots: tuple[Shot, ...]
 
+    @property
+    def scores(self) -> list[tuple[str, list[float | None]]]:
+        """(name, value in each shot) of every score."""
+        known = [dict(shot.scores) for shot in self.shots]
+        return [(name, [scores.get(name) for scores in known]) for name in dict.fromkeys(n for s in known for n in s)]
+
 
 def whole_grids(run_dir: str) -> list[tuple[int, list[Grid]]]:
     """Sample grids by step: first, last, and a few steps spread evenly between them."""

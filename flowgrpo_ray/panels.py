@@ -127,13 +127,14 @@ def headline(rows: Sequence[Row], config: Mapping[str, Any], of: str) -> Chart |
     trained, evaluated = total_series(rows, config), total_series(rows, config, of)
     if not trained[0] and not evaluated[0]:
         return None
+    unit = "score"
     if list(weights.values()) == [1.0]:
         title, note = f"Reward: {next(iter(weights))}", "Training samples (SDE, mean of the step) and evaluation (ODE)."
     elif combine_of(config) == "gdpo":
-        title = "Total reward"
+        title, unit = "Total reward", "spreads"
         note = ("gdpo has no raw total: Σ weight · (mean − mean at the start) / spread inside a group at the start, of the "
                 "optimised rewards.")
     else:
         title, note = "Total reward", "Σ weight · score of the optimised rewards."
     curves = [Curve("training, per step", *trained, smooth=True), Curve(f"evaluation ({of})", *evaluated, dashed=True)]
-    return plot(title, note, [curve for curve in curves if curve.xs], unit="score", wide=True)
+    return plot(title, note, [curve for curve in curves if curve.xs], unit=unit, wide=True)
