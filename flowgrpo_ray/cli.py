@@ -87,9 +87,9 @@ AdapterOption = Annotated[str | None, typer.Option(
 
 @app.command(epilog="Example: flowgrpo-ray train configs/tiny_ocr.yaml run.name=first run.steps=30")
 def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOption = None) -> None:
-    """Train an adapter, or go on with a run that was stopped.
+    """Train an adapter, or resume a run that was stopped.
 
-    The same command goes on from the newest checkpoint of the run of that name.
+    The same command resumes from the newest checkpoint of the run of that name.
     """
     from flowgrpo_ray import offline, storage
     from flowgrpo_ray.config import load
@@ -247,7 +247,7 @@ def export(
     fold_alpha: Annotated[bool, typer.Option(
         "--fold-alpha", help="Multiply alpha / r into the weights: the right scale in every loader")] = False,
 ) -> None:
-    """Write a checkpoint's adapter for use in diffusers, ComfyUI or kohya's tools.
+    """Write a checkpoint's adapter for diffusers, ComfyUI or kohya.
 
     Every byte of the checkpoint is verified first. For diffusers, prints the Python that loads the
     adapter.
