@@ -165,7 +165,7 @@ class LearnerGroup:
         address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
         chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()), watch)
-        log.info("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
+        log.debug("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
     def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
         """Prove that a local run directory is one folder for the driver and every rank.
