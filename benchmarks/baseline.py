@@ -44,7 +44,7 @@ from flowgrpo_ray.rewards import get
 from flowgrpo_ray.rewards.base import Reward, validated
 from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, GroupScores, Trajectory
+from flowgrpo_ray.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
 
 RUN_ID = "benchmark"
 PHASES = ("encode", "denoise", "decode", "score", "train", "publish")
@@ -68,6 +68,9 @@ class Work:
         return *self.sampling(shard), *(self.trajectories[source] for source in plan.sources(shard))
 
 
+Scored = dict[ShardPlan, dict[str, np.ndarray]]  # scores of a shard by key
+
+
 class Clock:
     """Adds up wall and CPU seconds by phase; waits for the device at the end of each."""
 
@@ -86,17 +89,47 @@ class Clock:
 class Sequential:
     """One policy, a sampler and a learner on it, and the rewards, taking turns."""
 
-    def __init__(self, config: Config, policy: Policy, rewards: Mapping[str, Reward]) -> None:
+    def __init__(
+        self, config: Config, policy: Policy, rewards: Mapping[str, Reward], *, rank: int = 0, world_size: int = 1
+    ) -> None:
         self.config, self.policy, self.rewards = config, policy, rewards
+        self.rank, self.world_size = rank, world_size
         lora.attach(policy, config.lora, config.train.seed)
-        self.learner = Learner(policy, config, run_id=RUN_ID)
+        self.learner = Learner(policy, config, run_id=RUN_ID, rank=rank, world_size=world_size)
         self.sampler = Sampler(policy, config, AdapterSlots(policy))
         self._negatives: dict[str, Arrays] = {}
-        self._publish(0)
+        self.publish(0)
 
-    def _publish(self, version: int) -> None:
+    def plan(self, records: Sequence[PromptRecord], step: int) -> StepPlan:
+        return plan_step(self.config, records, step)
+
+    def publish(self, version: int) -> None:
         self.learner.export(version)
         self.sampler.slots.adopt("policy", version)
+
+    def bind(self, request: SampleRequest) -> str:
+        """Put the weights of a request in place; returns their digest."""
+        return self.sampler.slots.bind(request.slot, request.version)
+
+    def gather(self, scores: Scored) -> Scored:
+        """The scores of all processes."""
+        return scores
+
+    def step(self, records: Sequence[PromptRecord], step: int) -> dict[str, Timing]:
+        """One step (0-based, in order); the time of each phase."""
+        clock, plan, work = Clock(self.policy.device), self.plan(records, step), Work()
+        self.learner.begin_step(plan)
+        for group in plan.groups:
+            with clock.phase("encode"):
+                work.negatives[group.group] = self._negative(group)
+                work.conditionings[group.group] = self.sampler.encode(group.record)
+        scores = {shard: self._sample(clock, plan, shard, work) for shard in plan.shards[self.rank :: self.world_size]}
+        self.learner.add_scores(by_group(self.config, self.gather(scores)))
+        with clock.phase("train"):
+            self._train(plan, work)
+        with clock.phase("publish"):
+            self.publish(step + 1)
+        return clock.phases
 
     def _negative(self, group: GroupPlan) -> Arrays | None:
         text = training_negative(self.config, group.record)
@@ -106,49 +139,36 @@ class Sequential:
             self._negatives[text] = self.sampler.encode(PromptRecord(prompt=text))
         return self._negatives[text]
 
-    def step(self, records: Sequence[PromptRecord], step: int) -> dict[str, Timing]:
-        """One step (0-based, in order); the time of each phase."""
-        clock, plan = Clock(self.policy.device), plan_step(self.config, records, step)
-        self.learner.begin_step(plan)
-        work = Work()
-        for group in plan.groups:
-            with clock.phase("encode"):
-                work.negatives[group.group] = self._negative(group)
-                work.conditionings[group.group] = self.sampler.encode(group.record)
-        self.learner.add_scores(self._sample(clock, plan, work))
-        with clock.phase("train"):
-            self._train(plan, work)
-        with clock.phase("publish"):
-            self._publish(step + 1)
-        return clock.phases
-
-    def _sample(self, clock: Clock, plan: StepPlan, work: Work) -> dict[int, GroupScores]:
-        """Sample and score every shard; trajectories go into `work`."""
-        columns: dict[int, dict[str, list[np.ndarray]]] = {}
-        for shard in plan.shards:
-            request = sample_request(self.config, RUN_ID, plan, shard)
-            with clock.phase("denoise"):
-                digest = self.sampler.slots.bind(request.slot, request.version)
-                x, work.trajectories[shard] = self.sampler.denoise(request, digest, *work.sampling(shard))
-            with clock.phase("decode"):
-                images = self.policy.decode(x, request.height, request.width)
-            with clock.phase("score"):
-                records, scores = [plan.groups[group].record for group, _ in shard.rows], {}
-                for name, reward in self.rewards.items():
-                    answer = reward.score(images, [r.prompt for r in records], [r.reward_metadata for r in records])
-                    scores |= validated(answer, len(images), name)
-            for key, values in scores.items():
-                for group, own in zip(shard.groups, np.split(values, len(shard.groups)), strict=True):
-                    columns.setdefault(group, {}).setdefault(key, []).append(own)
-        valid = np.ones(self.config.sampling.group_size, dtype=bool)
-        return {group: GroupScores({key: np.concatenate(parts) for key, parts in column.items()}, valid)
-                for group, column in columns.items()}
+    def _sample(self, clock: Clock, plan: StepPlan, shard: ShardPlan, work: Work) -> dict[str, np.ndarray]:
+        """Sample and score a shard; its trajectory goes into `work`."""
+        request, scores = sample_request(self.config, RUN_ID, plan, shard), {}
+        with clock.phase("denoise"):
+            x, work.trajectories[shard] = self.sampler.denoise(request, self.bind(request), *work.sampling(shard))
+        with clock.phase("decode"):
+            images = self.policy.decode(x, request.height, request.width)
+        with clock.phase("score"):
+            records = [plan.groups[group].record for group, _ in shard.rows]
+            for name, reward in self.rewards.items():
+                answer = reward.score(images, [r.prompt for r in records], [r.reward_metadata for r in records])
+                scores |= validated(answer, len(images), name)
+        return scores
 
     def _train(self, plan: StepPlan, work: Work) -> None:
         for update in range(len(plan.updates)):
-            for (item,) in micro_steps(plan.train_shards(update), 1):
+            for row in micro_steps(plan.train_shards(update), self.world_size):
+                item = row[self.rank]
                 self.learner.accumulate(item, *work.arguments(plan, item.shard))
             self.learner.apply()
+
+
+def by_group(config: Config, scored: Scored) -> dict[int, GroupScores]:
+    """Scores of shards, put together for the learner."""
+    size, columns = config.sampling.group_size, {}
+    for shard, scores in scored.items():
+        for key, values in scores.items():
+            for (group, sample), value in zip(shard.rows, values, strict=True):
+                columns.setdefault(group, {}).setdefault(key, np.full(size, np.nan))[sample] = value
+    return {group: GroupScores(rewards, np.ones(size, dtype=bool)) for group, rewards in columns.items()}
 
 
 def summary(rows: Sequence[Mapping[str, Sequence[float]]], images: int, clock: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Whole training steps on real actors, against the same steps in one plain loop in one process on this machine.
+"""Whole training steps on real actors, against plain loops in one process and in two, taking turns on this machine.
 
-    python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--rounds 1] [--steps 8]
-                                    [--warmup 2] [--view plain|live] [--json]
+    python -m benchmarks.whole_step [CONFIG] [KEY=VALUE ...] [--variant "KEY=VALUE ..."]... [--rounds 3] [--steps 8]
+                                    [--warmup 2] [--processes 2] [--view plain|live] [--json]
 
 For the configuration as it is, and for every `--variant` (overrides on top, to compare placements, replicas,
 micro-batches or niceness), Ray is started, `warmup` + `steps` steps are trained as `flowgrpo-ray train` does, and Ray
@@ -16,12 +16,10 @@ is ended. Told are
 - where CPU time went, by process; the difference to pure work is overhead.
 - the share of the cores that other programs took meanwhile: above a few percent the other figures mean little.
 
-A machine whose speed comes and goes (a virtual one) needs `--rounds`: plain loop and variants take turns, and the steps
-of all rounds are put together.
-
-The last column compares with that plain loop. For orientation: the reference implementation was reported at 3.9 s a
-step of this size in one process and 2.5 s in two, on two cores of an unnamed machine; only the ratio to the plain loop
-is of this machine.
+In every round plain loops and variants take turns, and the steps of all rounds are put together: the speed of a machine,
+above all of a virtual one, comes and goes. Two ratios are printed, of medians: to the plain loop in one process, at the
+same shapes, and to `benchmarks.data_parallel`, the same algorithm in `--processes` data-parallel processes at the shapes
+of the published code (`--processes 0`: without). docs/benchmarks.md says what that leaves out.
 """
 
 from __future__ import annotations
@@ -66,7 +64,8 @@ from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import StepPlan
 
 DRIVER_TARGET, BUSY_TARGET = 0.15, 0.80
-REPORTED = {"one process": 3.9, "two processes": 2.5}  # seconds a step
+PARTS = {"RolloutActor": "sampling", "LearnerActor": "training", "ColocatedActor": "sampling and training",
+         "RewardActor": "scoring"}  # of actors; other processes are Ray's own
 SHARES = ("busy_share/rollout", "busy_share/reward", "busy_share/learner")
 
 
@@ -80,16 +79,27 @@ def only_steps(config: Config, folder: str, name: str, steps: int) -> Config:
 
 
 def sequential(config: Config, folder: str, *, steps: int, warmup: int) -> dict[str, Any]:
-    """`benchmarks.baseline` in a process of its own.
+    """`benchmarks.baseline` in a process of its own."""
+    return _in_process("baseline", config, folder, "--steps", str(steps), "--warmup", str(warmup))
+
+
+def data_parallel(config: Config, folder: str, *, processes: int, steps: int, warmup: int) -> dict[str, Any]:
+    """`benchmarks.data_parallel`, in processes of its own."""
+    return _in_process("data_parallel", config, folder, "--processes", str(processes), "--steps", str(steps), "--warmup",
+                       str(warmup))
+
+
+def _in_process(name: str, config: Config, folder: str, *arguments: str) -> dict[str, Any]:
+    """What another benchmark prints.
 
     Raises:
         FlowGrpoError: it failed; with what it said.
     """
-    file = Path(folder, "baseline.yaml")
+    file = Path(folder, f"{name}.yaml")
     file.write_text(to_yaml(config))
     device = "cuda" if config.pools.learner.num_gpus else "cpu"
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.baseline", str(file), "--json", "--steps", str(steps),
-               "--warmup", str(warmup), "--device", device]
+    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", str(file), "--json", "--device", device,
+               *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise FlowGrpoError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
@@ -118,6 +128,14 @@ def spent(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str
     total: Counter[str] = Counter()
     for (pid, role), seconds in after.items():
         total[role] += seconds - earlier.get(pid, 0.0)
+    return dict(total.most_common())
+
+
+def by_part(roles: Mapping[str, float], driver: float) -> dict[str, float]:
+    """CPU seconds by process, put together by what the processes are for."""
+    total = Counter({"driver": driver})
+    for role, seconds in roles.items():
+        total[PARTS.get(role, "Ray's processes")] += seconds
     return dict(total.most_common())
 
 
@@ -190,8 +208,11 @@ def run_actors(config: Config, *, steps: int, warmup: int, view: str) -> Marks:
     return marks
 
 
-def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: int) -> dict[str, Any]:
-    """Figures of one configuration from its runs; `plain` is the summary of its plain loop."""
+def figures(
+    name: str, runs: Sequence[Marks], plain: Mapping[str, Any], apart: Sequence[Mapping[str, Any]], warmup: int
+) -> dict[str, Any]:
+    """Figures of one configuration from its runs; `plain` is the summary of its plain loop, `apart` the data-parallel
+    results, one a round."""
     walls = [seconds for marks in runs for seconds in marks.steps(marks.wall)]
     cpus = [seconds for marks in runs for seconds in marks.steps(marks.cpu)]
     step, driver, steps = spread(walls), spread(cpus), len(walls)
@@ -199,14 +220,14 @@ def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: 
     roles: Counter[str] = Counter()
     for marks in runs:
         roles.update(marks.spent)
-    return {
+    by_process = {role: seconds / steps for role, seconds in roles.most_common() if seconds / steps >= 0.005}
+    return _against(apart, runs, step) | {
         "variant": name, "steps": steps, "images": plain["images"], "step_seconds": step,
         "images_per_s": plain["images"] / step["median"], "driver_cpu_seconds": driver,
         "pure_core_seconds": plain["pure_core_seconds"],
         "busy_share": plain["pure_core_seconds"] / (cores() * step["median"]),
         "role_shares": {key: spread([row[key] for row in measured])["median"] for key in SHARES},
-        "cpu_seconds_by_process": {
-            role: seconds / steps for role, seconds in roles.most_common() if seconds / steps >= 0.005},
+        "cpu_seconds_by_process": by_process, "cpu_seconds_by_part": by_part(by_process, driver["median"]),
         "share_of_others": sum(marks.others for marks in runs) / (cores() * sum(walls)),
         "rounds": [{"step_seconds": spread(marks.steps(marks.wall)),
                     "share_of_others": marks.others / (cores() * sum(marks.steps(marks.wall)))} for marks in runs],
@@ -215,9 +236,21 @@ def figures(name: str, runs: Sequence[Marks], plain: Mapping[str, Any], warmup: 
     }
 
 
+def _against(apart: Sequence[Mapping[str, Any]], runs: Sequence[Marks], step: Mapping[str, float]) -> dict[str, Any]:
+    """Ratio to the data-parallel processes: of the medians of all steps, and of the medians of each round."""
+    if not apart:
+        return {}
+    walls = spread([wall for result in apart for wall in result["walls"]])
+    rounds = [result["step_seconds"]["median"] / spread(marks.steps(marks.wall))["median"]
+              for result, marks in zip(apart, runs, strict=True)]
+    return {"data_parallel_step_seconds": walls, "over_data_parallel": walls["median"] / step["median"],
+            "over_data_parallel_by_round": rounds,
+            "data_parallel_cpu_seconds": spread([result["cpu_seconds"]["median"] for result in apart])["median"]}
+
+
 def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str], *, steps: int, warmup: int,
-            baseline_steps: int, rounds: int, view: str) -> dict[str, Any]:
-    """All variants, each beside the plain loop at its own shapes."""
+            baseline_steps: int, rounds: int, processes: int, view: str) -> dict[str, Any]:
+    """All variants, each beside the plain loop at its own shapes, and all beside the data-parallel processes."""
     # As the command line does: Ray's zero-GPU actors see no GPU, without a warning about it.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     found = machine()
@@ -225,9 +258,13 @@ def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str],
                for variant in ["", *variants]}
     plain: dict[str, list[dict[str, Any]]] = {}  # by what can change the result, and so the work
     runs: dict[str, list[Marks]] = {name: [] for name in configs}
+    apart: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="flowgrpo-benchmark-") as folder:
         for turn in range(rounds):
             done = set()
+            if processes:
+                print(f"round {turn + 1}/{rounds}: {processes} data-parallel processes ...", file=sys.stderr)
+                apart.append(data_parallel(configs["as configured"], folder, processes=processes, steps=steps, warmup=1))
             for number, (name, config) in enumerate(configs.items()):
                 work = config.result_hash()
                 if work not in done:
@@ -241,29 +278,36 @@ def measure(file: str | None, overrides: Sequence[str], variants: Sequence[str],
     for name, config in configs.items():
         parts = plain[config.result_hash()]
         rows = [row for part in parts for row in part["rows"]]
-        out.append(figures(name, runs[name], summary(rows, parts[0]["images"], parts[0]["clock"]), warmup))
+        out.append(figures(name, runs[name], summary(rows, parts[0]["images"], parts[0]["clock"]), apart, warmup))
     return {"benchmark": "whole_step", "machine": found,
             "targets": {"driver": DRIVER_TARGET, "busy_share": BUSY_TARGET},
-            "reported_reference_step_seconds": REPORTED, "variants": out}
+            "processes": processes, "variants": out}
 
 
 def show(result: Mapping[str, Any]) -> None:
     print_machine(result["machine"])
+    apart = result["processes"] > 0
     print_table(
         ["variant", "s a step", "images/s", f"driver CPU s (target {DRIVER_TARGET:g})", "pure core-s",
-         f"busy share (target {BUSY_TARGET:.2f})", "plain loop s", "speed-up"],
+         f"busy share (target {BUSY_TARGET:.2f})", "plain loop s", "ratio", *(["data-parallel s", "ratio"] if apart else [])],
         [[v["variant"], shown(v["step_seconds"], 2), f"{v['images_per_s']:.1f}", shown(v["driver_cpu_seconds"]),
           f"{v['pure_core_seconds']:.2f}", f"{v['busy_share']:.3f}", f"{v['baseline_step_seconds']:.2f}",
-          f"{v['speed_up']:.2f}x"] for v in result["variants"]])
+          f"{v['speed_up']:.2f}x",
+          *([shown(v["data_parallel_step_seconds"], 2), f"{v['over_data_parallel']:.2f}x"] if apart else [])]
+         for v in result["variants"]])
     for v in result["variants"]:
         shares = ", ".join(f"{key.split('/')[1]} {value:.2f}" for key, value in v["role_shares"].items())
-        used = ", ".join(f"{role} {seconds:.2f}" for role, seconds in v["cpu_seconds_by_process"].items())
+        used, parts = (", ".join(f"{role} {seconds:.2f}" for role, seconds in v[key].items())
+                       for key in ("cpu_seconds_by_process", "cpu_seconds_by_part"))
         phases = ", ".join(f"{name} {phase['cpu']['median']:.2f}" for name, phase in v["baseline"]["phases"].items())
-        print(f"{v['variant']}\n  time each role worked: {shares}\n  CPU seconds a step by process: {used}\n"
+        print(f"{v['variant']}\n  time each role worked: {shares}\n  CPU seconds a step by part: {parts}\n"
+              f"  by process: {used}\n"
               f"  alone in one process: {phases}\n"
               f"  other programs had {v['share_of_others']:.1%} of the cores meanwhile")
-    reported = ", ".join(f"{seconds:g} s in {name}" for name, seconds in REPORTED.items())
-    print(f"The reference implementation was reported at {reported} on a machine of two cores (not this one).")
+        if apart:
+            rounds = ", ".join(f"{ratio:.2f}" for ratio in v["over_data_parallel_by_round"])
+            print(f"  ratio to {result['processes']} data-parallel processes ({v['data_parallel_cpu_seconds']:.2f} CPU "
+                  f"seconds a step), round by round: {rounds}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -273,14 +317,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=8, help="measured steps")
     p.add_argument("--warmup", type=int, default=2, help="steps before them (at least 1)")
     p.add_argument("--baseline-steps", type=int, default=5, help="measured steps of the plain loop")
-    p.add_argument("--rounds", type=int, default=1, help="times over, in turns")
+    p.add_argument("--rounds", type=int, default=3, help="times over, in turns")
+    p.add_argument("--processes", type=int, default=2, help="data-parallel processes to compare with; 0 = none")
     p.add_argument("--view", choices=("plain", "live"), default="plain",
                    help="what the driver shows meanwhile: plain lines, or the live view of a terminal (to nowhere)")
 
     def work(options: argparse.Namespace) -> dict[str, Any]:
         file, overrides = split_words(options.words)
         return measure(file, overrides, options.variant, steps=options.steps, warmup=max(1, options.warmup),
-                       baseline_steps=options.baseline_steps, rounds=options.rounds, view=options.view)
+                       baseline_steps=options.baseline_steps, rounds=options.rounds, processes=options.processes,
+                       view=options.view)
 
     return run_main(work, p, show, argv)
 

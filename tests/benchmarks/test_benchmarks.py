@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
@@ -15,8 +16,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
 
-from benchmarks import baseline, gpu_check, learner, measure, reward_check, sampler, scoring, whole_step  # noqa: E402
-from flowgrpo_ray.errors import FlowGrpoError  # noqa: E402
+from benchmarks import baseline, data_parallel, gpu_check, learner, measure, reward_check, sampler, scoring, whole_step  # noqa: E402
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError  # noqa: E402
+from flowgrpo_ray.plan import plan_step  # noqa: E402
+from flowgrpo_ray.prompts import PromptRecord  # noqa: E402
 
 SMALL = {
     "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},
@@ -121,16 +124,36 @@ def test_baseline(capsys, config):
     assert "images/s" in capsys.readouterr().out
 
 
+def test_data_parallel_processes_share_every_group():
+    tiny = measure.configuration(["sampling.group_size=6", "sampling.groups_per_step=8", "train.updates_per_step=2",
+                                  "sampling.micro_batch=6"])
+    plan = plan_step(tiny, [PromptRecord(str(i)) for i in range(8)], 0)
+    found = data_parallel.spread_over(plan, 6, 3)
+    assert found.updates == plan.updates and [len(shard.groups) for shard in found.shards] == [2] * 12
+    rows = [row for shard in found.shards for row in shard.rows]
+    assert sorted(rows) == [(group, sample) for group in range(8) for sample in range(6)] and len(found.shards[0].rows) == 4
+    assert {found.groups[group].window for group in (0, 1)} == {plan.groups[0].window}
+    assert found.train_shards(1) == list(found.shards[6:])
+    with pytest.raises(ConfigError, match="4 processes cannot share groups of 6 samples"):
+        data_parallel.spread_over(plan, 6, 4)
+    scored = {shard: {"r": np.array([10.0 * group + sample for group, sample in shard.rows])} for shard in found.shards}
+    assert baseline.by_group(tiny, scored)[5].rewards["r"].tolist() == [50.0, 51.0, 52.0, 53.0, 54.0, 55.0]
+
+
 def test_whole_step(ray_cluster, capsys, config):
     variant = "pools.placement=colocated"
     result = report(whole_step.main, capsys, config, "--variant", variant, "--steps", "2", "--warmup", "1",
-                    "--baseline-steps", "1")
+                    "--baseline-steps", "1", "--rounds", "1")
     assert [v["variant"] for v in result["variants"]] == ["as configured", variant]
     for v in result["variants"]:
         assert v["step_seconds"]["n"] == v["driver_cpu_seconds"]["n"] == 2 and v["images"] == 4
         assert v["busy_share"] == pytest.approx(
             v["pure_core_seconds"] / (result["machine"]["cores"] * v["step_seconds"]["median"]))
         assert v["speed_up"] == pytest.approx(v["baseline"]["step_seconds"]["median"] / v["step_seconds"]["median"])
+        assert v["data_parallel_step_seconds"]["n"] == 2 and v["over_data_parallel"] == pytest.approx(
+            v["data_parallel_step_seconds"]["median"] / v["step_seconds"]["median"])
+        assert sum(v["cpu_seconds_by_part"].values()) == pytest.approx(
+            sum(v["cpu_seconds_by_process"].values()) + v["driver_cpu_seconds"]["median"])
     roles = [set(v["cpu_seconds_by_process"]) for v in result["variants"]]
     assert {"RolloutActor", "LearnerActor"} <= roles[0] and {"ColocatedActor"} <= roles[1]
     whole_step.show(result)
