@@ -17,7 +17,7 @@ from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
 from actors.placement import actor_options, check_resources
 from actors.pool import ActorPool, Checked, wait_for_events
-from actors.reward import RewardActor
+from actors.reward import FirstCall, RewardActor
 from actors.rollout import RolloutActor
 from actors.sampling import Sampling
 from actors.scoring import Scoring
@@ -104,7 +104,7 @@ class Controller:
         for name, reward in config.rewards.items():
             pool = config.reward_pool(name)
             args = (name, reward.spec(name), reward.options, reward.self_test, pool.nice, scope_of(name, reward),
-                    config.sampling.group_size, pool.num_gpus > 0, config.model.cpu_threads)
+                    config.sampling.group_size, pool.num_gpus > 0, config.model.cpu_threads, self._first_call(name))
             rewards[name] = ActorPool(
                 f"reward.{name}", pool.replicas, self._spawner(
                     self.reward_class, pool, f"reward.{name}", args, reward.environment),
@@ -135,6 +135,14 @@ class Controller:
             self.learners.call("read_checkpoint", self.recorder.resume_from.uri)
             self.learners.call("load_checkpoint")
         self.recorder.open()
+
+    def _first_call(self, name: str) -> FirstCall | None:
+        """What a reward of the user's own is called with when its actor starts; None for others."""
+        reward, s, first = self.config.rewards[name], self.config.sampling, self.inputs.train[0]
+        if reward.python is None:
+            return None
+        images = s.group_size if scope_of(name, reward) == "group" else s.micro_batch
+        return FirstCall(first.prompt, first.reward_metadata, images, first.height or s.height, first.width or s.width)
 
     def _spawner(
         self, actor_class: type, pool: Any, name: str, args: tuple, environment: EnvironmentConfig | None = None,

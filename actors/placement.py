@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+CROWDED = 1.5  # CPUs asked for by core of this machine, above which a run is warned
+
+
 def actor_options(
     pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0, *,
     environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0, cpu_threads: int = 1,
@@ -61,16 +64,36 @@ def shared_env(config: Config) -> dict[str, str]:
     return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
 
 
-def _pools(config: Config) -> list[PoolConfig]:
+def _named_pools(config: Config) -> dict[str, PoolConfig]:
     """All pools that have actors of their own."""
-    pools: list[PoolConfig] = [config.pools.learner, *(config.reward_pool(name) for name in config.rewards)]
-    return [*pools, config.pools.rollout] if config.pools.placement == "split" else pools
+    rewards = {f"reward.{name}": config.reward_pool(name) for name in config.rewards}
+    pools: dict[str, PoolConfig] = {"learner": config.pools.learner, **rewards}
+    return {**pools, "rollout": config.pools.rollout} if config.pools.placement == "split" else pools
+
+
+def _pools(config: Config) -> list[PoolConfig]:
+    return list(_named_pools(config).values())
 
 
 def asked(config: Config) -> dict[str, float]:
     """Resources that all actors of the run reserve together."""
     pools = _pools(config)
     return {"CPU": sum(p.replicas * p.num_cpus for p in pools), "GPU": sum(p.replicas * p.num_gpus for p in pools)}
+
+
+def crowding(config: Config, cores: int) -> str | None:
+    """What to say if the actors of a run are many more than the cores of the machine that they all share, or None.
+
+    A few more do no harm: in the demo two learners train while the reward waits, three actors on two cores.
+    """
+    need = asked(config)["CPU"]
+    if need <= CROWDED * cores:
+        return None
+    pools = _named_pools(config)
+    counts = ", ".join(f"{name} {pool.replicas}" for name, pool in pools.items())
+    actors = sum(pool.replicas for pool in pools.values())
+    return (f"{actors} actors ({counts}) ask for {need:g} CPUs, and this machine has {cores}: they slow each "
+            "other down; lower pools.*.replicas, or pools.*.num_cpus of actors that mostly wait")
 
 
 def check_resources(config: Config) -> None:

@@ -7,12 +7,33 @@ import os
 import pickle
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
-from flowgrpo_ray.errors import described
+from flowgrpo_ray.errors import described, place_of
 from flowgrpo_ray.rewards import RewardError, get, validated
 from flowgrpo_ray.rewards.base import explained, no_exit, read_only, renamed, self_tested
+
+PLACE = "raised in "  # begins the note that an exception of the user's own code carries to the driver
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """A call as the run makes it, to find a bug of the user's own code before anything is sampled: known images of
+    that size in pixels, with the first prompt of the run."""
+
+    prompt: str
+    metadata: dict
+    images: int
+    height: int
+    width: int
+
+    def known_images(self) -> np.ndarray:
+        """uint8 [n, height, width, 3]: a gradient with noise, another one for each image; none of them is flat."""
+        ramp = np.add.outer(np.linspace(0, 90, self.height), np.linspace(0, 90, self.width))
+        noise = np.random.default_rng(0).integers(0, 64, (self.images, self.height, self.width, 3))
+        return (ramp[None, :, :, None] + noise).astype(np.uint8)
 
 
 class RewardActor:
@@ -26,15 +47,16 @@ class RewardActor:
         group_size: images in a group of the run.
         on_gpu: the actor was given a GPU; RewardError where the reward does not use it.
         cpu_threads: torch threads, since bits depend on it.
+        first_call: with `self_test`, made once if the reward has no self-test of its own; RewardError if it fails.
     """
 
     def __init__(
         self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None,
-        group_size: int = 1, on_gpu: bool = False, cpu_threads: int = 1,
+        group_size: int = 1, on_gpu: bool = False, cpu_threads: int = 1, first_call: FirstCall | None = None,
     ) -> None:
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
-        self._name = name
+        self._name, self._own = name, ":" in spec
         with explained(name, "its start"):
             self._reward = get(spec, **options)
             self._kind = self._reward.name
@@ -52,6 +74,23 @@ class RewardActor:
                 configure_process(on_gpu=False, cpu_threads=cpu_threads)  # the reward has chosen its device itself
             if self_test:
                 self_tested(self._reward)
+                if first_call is not None and self._reward.self_test_case() is None:
+                    self._call_once(first_call)
+
+    def _call_once(self, call: FirstCall) -> None:
+        """Score known images. A RewardError of the reward's own is its answer to images that it cannot score, not a bug."""
+        n = call.images
+        what = f"its self-test ({n} made-up images of {call.width} x {call.height} with the prompt {call.prompt!r})"
+        with explained(self._name, what):
+            try:
+                result = self._reward.score(read_only(call.known_images()), [call.prompt] * n, [call.metadata] * n,
+                                            group_ids=[0] * n if self._reward.scope == "group" else None)
+            except RewardError:
+                return
+        try:
+            validated(result, n, self._kind, range=self._reward.range)
+        except RewardError as error:
+            raise RewardError(f"{error}, in {what}") from None
 
     def score(
         self, prompts: list[str], metadata: list[dict], group_ids: list[int] | None, part: tuple[int, int] | None,
@@ -76,9 +115,10 @@ class RewardActor:
         except KeyboardInterrupt:  # Ray would take it for a call that was cancelled
             raise RewardError("KeyboardInterrupt") from None
         except Exception as error:
-            if _travels(error):
-                raise
-            raise RewardError(described(error)) from None
+            sent = error if _travels(error) else RewardError(described(error))
+            if self._own and not isinstance(error, RewardError):
+                sent.add_note(f"{PLACE}{place_of(error)}")
+            raise sent from None
         scores = validated(result, len(prompts), self._kind, range=self._reward.range)
         return {"scores": renamed(scores, self._kind, self._name),
                 "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,

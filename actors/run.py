@@ -16,7 +16,7 @@ import ray
 from actors import head
 from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
-from actors.placement import asked, shared_env
+from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
 from flowgrpo_ray import startup, trackers, waiting
 from flowgrpo_ray.config import Config
@@ -55,6 +55,8 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
             raise cannot_connect(error, address) from error
     else:
         need = asked(config)
+        if crowded := crowding(config, len(os.sched_getaffinity(0))):
+            log.warning("%s", crowded)
         # Ray would make a reward's environment three times before it says why pip fails (pip retries the network itself).
         os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")
         # "local": a head that runs here already, or the trace of a dead one, is somebody else's.

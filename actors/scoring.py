@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from actors.pool import ActorPool, Task
+from actors.reward import PLACE
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described
 from flowgrpo_ray.preflight import known_class
@@ -96,6 +97,7 @@ class Scoring:
             name: batch_size_of(cls, config.rewards[name].options) for name, cls in classes.items()
             if cls is not None and cls.batch_invariant and cls.scope == "sample" and config.rewards[name].self_test}
         self._noted: set[tuple[str, str]] = set()  # rewards and the notes of theirs that were logged
+        self._repeats: Counter[tuple[str, str]] = Counter()  # rewards and their errors since the last `check_budget`
         self._groups: dict[tuple[str, tuple], list[_Shard]] = {}  # shards of groups that are not whole yet
 
     def due(self, step: int) -> list[str]:
@@ -148,6 +150,10 @@ class Scoring:
 
     def check_budget(self) -> None:
         """Raises FlowGrpoError where a reward failed on too many of the images since the last call."""
+        for (reward, text), count in self._repeats.items():
+            if count > 1:
+                log.warning("reward %s failed %d more times in this way: %s", reward, count - 1, text)
+        self._repeats.clear()
         for reward, images in self._asked.items():
             self._check_budget(reward, images)
         self._asked.clear()
@@ -202,11 +208,14 @@ class Scoring:
         reward, settings = batch.reward, self._config.rewards[batch.reward]
         if isinstance(error, ConfigError):  # it would be so for every image
             raise FlowGrpoError(str(error)) from error
-        text = f"reward {reward} failed on {batch.what}: {described(error)}"
+        why = described(error) + _place(error)
+        self._repeats[reward, why] += 1
+        level = logging.WARNING if self._repeats[reward, why] == 1 else logging.DEBUG  # what repeats is counted
+        text = f"reward {reward} failed on {batch.what}: {why}"
         if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
             alone = batch.group is None and batch.part is None
-            log.warning("%s; %s", text, "scoring its images one by one" if alone else "scoring it again")
+            log.log(level, "%s; %s", text, "scoring its images one by one" if alone else "scoring it again")
             again = ([_Batch(reward, [shard], None, range(row, row + 1), batch.retries + 1) for shard, row in batch.rows()]
                      if alone else [_Batch(reward, batch.shards, batch.group, batch.part, batch.retries + 1)])
             for each in again:
@@ -218,7 +227,7 @@ class Scoring:
         text = f"{text} (prompt {rows[0][0].prompts[rows[0][1]]!r}, {batch.retries} retries)"
         if settings.on_failure == "fail":
             raise FlowGrpoError(f"{text} (rewards.{reward}.on_failure is fail)")
-        log.warning("%s; %s", text, "it has no score" if settings.weight == 0 else
+        log.log(level, "%s; %s", text, "it has no score" if settings.weight == 0 else
                     "its group is dropped" if settings.on_failure == "drop_group" else "it is masked")
         self._check_budget(reward, self._expected)
         for shard, row in rows:
@@ -234,3 +243,9 @@ class Scoring:
             shard.missing[reward] -= 1
             if not any(shard.missing.values()):
                 shard.on_scores(shard.result)
+
+
+def _place(error: Exception) -> str:
+    """File and line of the user's own code that an error of a reward came from, if it is known."""
+    places = [note.removeprefix(PLACE) for note in getattr(error, "__notes__", ()) if note.startswith(PLACE)]
+    return f" ({places[-1]})" if places else ""

@@ -259,7 +259,7 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
             console.print(f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style,
                           markup=False, highlight=False, soft_wrap=True)
     else:
-        why = "no reward scores images one by one" if config.data.eval_prompts else "data.eval_prompts is not set"
+        why = _why_no_evaluation(config, rows)
         for name in config.rewards:
             values = [row[f"reward_mean/{name}"] for row in rows if f"reward_mean/{name}" in row]
             if values:
@@ -269,6 +269,14 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
     console.print(f"trained {int(rows[-1]['step'])} steps in {minutes:.1f} minutes", highlight=False)
     for what, where in places(run_dir, int(rows[-1]["step"])):
         console.print(f"  {what:<9} {where}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _why_no_evaluation(config: Config, rows: Sequence[Row]) -> str:
+    if not config.data.eval_prompts:
+        return "data.eval_prompts is not set"
+    if any(key.startswith("eval_images/") for row in rows for key in row):  # all rewards need whole groups
+        return "no reward scores images one by one"
+    return "evaluations are off: eval.every_steps, eval.at_start and eval.at_end"
 
 
 def places(run_dir: str, step: int) -> list[tuple[str, str]]:

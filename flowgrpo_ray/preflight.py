@@ -62,7 +62,9 @@ def check(config: Config) -> Inputs:
     if config.lora.targets is not None or config.lora.init_from is not None:
         check_adapter(source, config.model, config.lora)
     train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
-    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader) if d.eval_prompts else []
+    if not d.eval_prompts or d.eval_prompts == d.train_prompts:
+        return Inputs(train, train if d.eval_prompts else [])
+    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
     return Inputs(train, evaluation)
 
 

@@ -144,7 +144,7 @@ class RewardConfig(Section):
     every_steps: Annotated[Positive, EVALUATION] = Field(
         1, description="Monitors (weight 0): scored in every so many steps only")
     self_test: Annotated[bool, INFRASTRUCTURE] = Field(
-        True, description="Score known pictures when an actor starts, and stop if the order is wrong")
+        True, description="Score known images when an actor starts (your own reward: one call), and stop if that goes wrong")
     environment: EnvironmentConfig = Field(
         default_factory=EnvironmentConfig, description="An environment of its own; default is that of the run")
 

@@ -266,3 +266,18 @@ def leaves_a_thread(images, prompts, metadata, *, path=""):
     atexit.register(lambda: open(path, "w").write("ended"))
     threading.Thread(target=threading.Event().wait).start()
     return brightness(images, prompts, metadata)
+
+
+def reads_a_target(images, prompts, metadata):
+    """Wants metadata that the prompts of a test do not have."""
+    return [len(extra["target"]) for extra in metadata]
+
+
+def too_few(images, prompts, metadata):
+    """Forgets an image."""
+    return [0.5] * (len(images) - 1)
+
+
+def declines(images, prompts, metadata):
+    """Says of every image that it cannot be scored."""
+    raise RewardError("there is no face in it")

@@ -103,3 +103,17 @@ def test_the_summary_compares_two_evaluations_and_shows_a_single_one(tmp_path):
     assert "prompts, step 2 (" in said() and "before" not in said() and said().count("0.5000 ± 0.1000") == 1
     writer.append({"step": 4, "eval/policy/ocr": 0.75})
     assert "prompts, step 2 and step 4 (" in said() and "before" in said() and "+0.2500" in said()
+
+
+@pytest.mark.parametrize(("prompts", "evaluated", "why"), [
+    (None, {}, "data.eval_prompts is not set"),
+    ("builtin:tiny/heldout.txt", {}, "evaluations are off: eval.every_steps, eval.at_start and eval.at_end"),
+    ("builtin:tiny/heldout.txt", {"eval_images/policy": 0.0}, "no reward scores images one by one"),
+])
+def test_the_summary_says_why_there_is_no_evaluation(tmp_path, prompts, evaluated, why):
+    writer = MetricsWriter(str(tmp_path), flush_every=1)
+    config = load(None, {"rewards": {"ocr": {}}, "data.eval_prompts": prompts})
+    writer.append({"step": 1, "reward_mean/ocr": 0.5, **evaluated})
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    print_summary(config, str(tmp_path), console)
+    assert f"ocr on the training prompts: 0.5000 at first, 0.5000 at last ({why})" in console.file.getvalue()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
 
 import numpy as np
@@ -254,6 +256,18 @@ def test_an_error_that_cannot_travel_tells_its_reason(ray_cluster, caplog):
         bench.submit(pictures(2))
         assert not bench.finish(1)[0].valid.any()
     assert "Secret: the reason" in caplog.text
+
+
+def test_a_bug_is_told_once_a_step_with_its_place_and_counted(ray_cluster, caplog):
+    """Not once for each of hundreds of images."""
+    with caplog.at_level(logging.WARNING), Bench(config_of({
+            "mine": own("faulty_everywhere", max_failure_rate=1.0, self_test=False)})) as bench:
+        for group in range(3):
+            bench.submit(pictures(4), group=group)
+        bench.finish(3)
+    first, last = [record.getMessage() for record in caplog.records if "mine" in record.getMessage()]
+    assert re.search(r"IndexError: lost \(\S*own_rewards.py, line \d+\); scoring its images one by one$", first)
+    assert re.search(r"reward mine failed 14 more times in this way: IndexError: lost \(\S*own_rewards.py", last)
 
 
 def test_what_a_reward_notes_is_logged_once(ray_cluster, caplog):
