@@ -98,7 +98,7 @@ class Controller:
         config, p = self.config, self.config.pools
         check_resources(config)
         check_environments(config)
-        tree, run_id = config.model_dump(mode="json"), self.recorder.run_id
+        tree = config.model_dump(mode="json")
         common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths}
         rewards = {}
         for name, reward in config.rewards.items():
@@ -116,7 +116,8 @@ class Controller:
                                                              (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
                 prepare=self._prepare, **common)
             self.pools.append(self.rollouts)
-        self.learners = self.group_class(config, run_id, self.colocated_class if self.colocated else self.learner_class)
+        self.learners = self.group_class(config, self.recorder.run_id, self.recorder.start_id,
+                                         self.colocated_class if self.colocated else self.learner_class)
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
         run_dir = self.recorder.run_dir
         if run_dir and storage.local_path(run_dir) and sum(node["Alive"] for node in ray.nodes()) > 1:
@@ -148,7 +149,7 @@ class Controller:
         self, actor_class: type, pool: Any, name: str, args: tuple, environment: EnvironmentConfig | None = None,
     ) -> Callable[[int, int], Any]:
         def spawn(index: int, incarnation: int) -> Any:
-            options = actor_options(pool, f"{self.recorder.run_id}-{name}-{index}-{incarnation}", environment=environment,
+            options = actor_options(pool, f"{self.recorder.start_id}-{name}-{index}-{incarnation}", environment=environment,
                                     start_timeout_s=self.config.pools.start_timeout_s,
                                     cpu_threads=self.config.model.cpu_threads)
             return ray.remote(actor_class).options(**options).remote(*args)

@@ -74,7 +74,7 @@ class NoLearners:
 
     world_size = 0
 
-    def __init__(self, config: Config, run_id: str, actor_class: type) -> None:
+    def __init__(self, config: Config, run_id: str, start_id: str, actor_class: type) -> None:
         self.pending: dict[ray.ObjectRef, str] = {}
 
     def start(self, timeout_s: float, watch: Callable[[], None]) -> None: ...
@@ -94,7 +94,7 @@ class Results:
     start_step = 0
 
     def __init__(self) -> None:
-        self.run_id = uuid.uuid4().hex[:12]
+        self.run_id = self.start_id = uuid.uuid4().hex[:12]
         self.grid_png: bytes | None = None
 
     def open(self) -> None:

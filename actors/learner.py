@@ -147,13 +147,13 @@ class LearnerActor(LearnerMethods):
 class LearnerGroup:
     """The ranks, seen from the driver. Every call goes to all ranks in one order; the first failure ends the group."""
 
-    def __init__(self, config: Config, run_id: str, actor_class: type = LearnerActor) -> None:
+    def __init__(self, config: Config, run_id: str, start_id: str, actor_class: type = LearnerActor) -> None:
         pool = config.pools.learner
         self.world_size, self._timeout = pool.replicas, pool.timeout_s
         self.group = place_learners(config)
         tree = config.model_dump(mode="json")
         remote = ray.remote(actor_class)
-        options = [actor_options(pool, f"{run_id}-learner-{rank}", self.group, rank, cpu_threads=config.model.cpu_threads)
+        options = [actor_options(pool, f"{start_id}-learner-{rank}", self.group, rank, cpu_threads=config.model.cpu_threads)
                    for rank in range(self.world_size)]
         self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}

@@ -7,12 +7,14 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowgrpo_ray import checkpoint, claim, paths, resume, storage
+from flowgrpo_ray import checkpoint, paths, resume, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
+from flowgrpo_ray.claim import Claim
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
@@ -35,6 +37,7 @@ class Recorder:
     Attributes:
         run_dir: URI of the run's folder.
         run_id: names the run on the wire and in its checkpoints; kept over resumes.
+        start_id: names the run and this start of its driver: what two drivers must not share, such as names of actors.
         resume_from: the checkpoint to go on from, or None.
         notes: what a person should know of the resume, a sentence each.
 
@@ -55,7 +58,7 @@ class Recorder:
         storage.check_folder(self.run_dir)
         self._opened = False
         self._starts: list[dict[str, Any]] = []  # who drove this run before, under which versions
-        self._claim = claim.take(self.run_dir)  # before anything is read: what is read stays as it is
+        self._claim = Claim(self.run_dir, self._opened_by)  # before anything is read: what is read stays as it is
         try:
             known, accepted = self._identity()
             # What is damaged is better known now than in the report at the end.
@@ -63,9 +66,10 @@ class Recorder:
             self.resume_from = self._checkpoint(known, has_rows)
             found = resume.check(self.resume_from, config, self._identities) if self.resume_from else resume.Resume()
         except BaseException:
-            claim.release(self.run_dir, self._claim)
+            self._claim.release()
             raise
         self.run_id = known or uuid.uuid4().hex[:12]
+        self.start_id = f"{self.run_id}-{self._claim.id[:6]}"
         self.start_step = self.resume_from.step if self.resume_from else 0
         self._accepted = resume.record(accepted, self.start_step, found)
         self.notes = [*found.notes, *(f"accepted: {change}" for change in found.accepted)]
@@ -78,8 +82,12 @@ class Recorder:
         """Write the run's identity and cut rows beyond the checkpoint. Called once the actors are up: a run that could not
         start leaves its folder as it was."""
         config, cut = self.config, self.start_step if self.resume_from else -1
-        claim.check_held(self.run_dir, self._claim)
-        run = {"run_id": self.run_id, "accepted_changes": self._accepted, "starts": [*self._starts, stamp(self.start_step)]}
+        taken_over = self._claim.takes_over
+        self._claim.confirm()
+        if taken_over:
+            self._refuse_progress()
+        run = {"run_id": self.run_id, "driver": self._claim.id, "accepted_changes": self._accepted,
+               "starts": [*self._starts, stamp(self.start_step)]}
         storage.write_bytes(storage.join(self.run_dir, "run.json"), json.dumps(run, indent=1).encode())
         once = config.model_copy(deep=True)  # what a resume accepts, it accepts once
         once.run.accept_changes, once.run.accept_changed_inputs = [], False
@@ -103,6 +111,20 @@ class Recorder:
             tree = self.config.model_dump(mode="json")
             self.trackers.start("W&B", lambda: WandbLogger(
                 logging.wandb_project, run.name, tree, run_id, directory=local and str(local)))
+
+    def _opened_by(self) -> str | None:
+        """Claim of the last driver that has opened the run."""
+        uri = storage.join(self.run_dir, "run.json")
+        with suppress(ValueError, AttributeError):
+            return json.loads(storage.read_bytes(uri)).get("driver") if storage.size(uri) is not None else None
+        return None
+
+    def _refuse_progress(self) -> None:
+        """The one that the run was taken over from may have gone on since its checkpoint was looked up."""
+        info = checkpoint.latest(self.run_dir, self.run_id)
+        if info is not None and info.step != self.start_step:
+            raise CheckpointError(f"{storage.display(self.run_dir)} went on to step {info.step} while this command started "
+                                  f"from step {self.start_step}; start it again")
 
     def _identity(self) -> tuple[str | None, list[dict[str, Any]]]:
         """Run id of the folder (None if it holds no run), and the changes that were accepted at earlier resumes."""
@@ -180,18 +202,18 @@ class Recorder:
 
     def flush(self) -> None:
         """Write what is pending. Raises CheckpointError where another driver has taken the run over meanwhile."""
-        claim.check_held(self.run_dir, self._claim)
+        self._claim.check()
         self._metrics.flush()
         self._samples.flush()
         self.trackers.flush()
 
     def close(self) -> None:
         if not self._opened:
-            claim.release(self.run_dir, self._claim)
+            self._claim.release()
             return
         try:
             self.flush()
-            claim.release(self.run_dir, self._claim)
+            self._claim.release()
         finally:
             self.trackers.close()
 

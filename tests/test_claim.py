@@ -1,11 +1,13 @@
-"""Two drivers on one run: refused on one machine, the older one stops where they are on two."""
+"""Two drivers on one run: refused on one machine; elsewhere exactly one goes on, in whatever order things happen."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import Counter
 
+import interleaving
 import pytest
 from runs import small_config
 
@@ -26,12 +28,10 @@ def other_process():
 
 def held_by(run_dir: str, pid: int) -> None:
     """Rewrite the claim of a run as if a process had made it."""
-    import psutil
-
     uri = f"{run_dir}/{claim.FILE}"
     with open(uri) as file:
         tree = json.load(file)
-    tree |= {"pid": pid, "started": psutil.Process(pid).create_time()}
+    tree |= {"pid": pid, "started": claim._started(pid)}
     with open(uri, "w") as file:
         json.dump(tree, file)
 
@@ -122,3 +122,114 @@ def test_damaged_rows_are_named_before_the_run(tmp_path):
     part.write_text("{")
     with pytest.raises(FlowGrpoError, match=f"{part.name}, line 1 is damaged"):
         Recorder(config)
+
+
+# Every order of the reads and writes of two drivers ------------------------------------------------------------------------
+
+class Store:
+    """An object store of one run: no locks, each access a step of its own."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.files: dict[str, bytes] = {}
+        monkeypatch.setattr(claim, "_read", self._read)
+        monkeypatch.setattr(claim.storage, "write_bytes", self._write)
+        monkeypatch.setattr(claim.storage, "delete_file", self._delete)
+        monkeypatch.setattr(claim, "machine", lambda: f"machine {interleaving.name()}")
+        monkeypatch.setattr(claim, "BEAT_S", 0)
+        monkeypatch.setattr(claim, "OBSERVED_S", 0)
+
+    def _read(self, uri: str) -> dict | None:
+        interleaving.step()
+        return json.loads(self.files[uri]) if uri in self.files else None
+
+    def _write(self, uri: str, data: bytes) -> str:
+        interleaving.step()
+        self.files[uri] = data
+        return uri
+
+    def _delete(self, uri: str) -> None:
+        interleaving.step()
+        self.files.pop(uri, None)
+
+    def driver(self, *, fails: bool = False, beats: bool = False, steps: int = 1):
+        """What a driver does: claim the run, and if its actors come up confirm that, record itself, and check at every write.
+        It returns its claim if it lives on."""
+        def opened_by() -> str | None:
+            found = self._read("s3://bucket/run/run.json")
+            return found and found["driver"]
+
+        def life() -> claim.Claim | None:
+            held = claim.Claim("s3://bucket/run", opened_by)
+            try:
+                if fails:
+                    raise CheckpointError("no actors")
+                held.confirm()
+                self._write("s3://bucket/run/run.json", json.dumps({"driver": held.id}).encode())
+                for count in range(steps):
+                    if beats:
+                        held.beat(count)
+                    held.check()
+            except CheckpointError:
+                held.release()
+                return None
+            return held
+        return life
+
+    def survivors(self, outcomes: list) -> list[int]:
+        """Which drivers still hold the run at their next write, and at the one after it."""
+        alive = {index: found for index, found in enumerate(outcomes) if found is not None}
+        assert all(isinstance(found, claim.Claim) for found in alive.values()), outcomes
+        for index, held in [*alive.items()] * 2:
+            checked = next(interleaving.interleavings(lambda held=held: [held.check]))
+            if checked != [None]:
+                alive.pop(index, None)
+        return sorted(alive)
+
+
+def test_of_two_new_drivers_exactly_one_lives_in_every_order(monkeypatch):
+    store, seen = Store(monkeypatch), Counter()
+
+    def afresh():
+        store.files.clear()
+        return [store.driver(), store.driver()]
+
+    for outcomes in interleaving.interleavings(afresh):
+        seen[tuple(store.survivors(outcomes))] += 1
+    assert set(seen) == {(0,), (1,)} and seen.total() > 100, seen
+
+
+def test_a_driver_that_fails_to_start_costs_the_other_nothing_in_any_order(monkeypatch):
+    store, seen = Store(monkeypatch), Counter()
+
+    def afresh():
+        store.files.clear()
+        return [store.driver(fails=True), store.driver()]
+
+    for outcomes in interleaving.interleavings(afresh):
+        seen[tuple(store.survivors(outcomes))] += 1
+    assert set(seen) == {(1,)} and seen.total() > 100, seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_a_holder_and_a_newcomer_exactly_one_lives_in_every_order(fails, monkeypatch):
+    """The holder looks old, or dead, and is alive. Where the newcomer fails it is always the holder."""
+    store, seen = Store(monkeypatch), Counter()
+    holder: list[claim.Claim] = []
+
+    def at_work():
+        holder[0].beat(1)
+        try:
+            holder[0].check()
+        except CheckpointError:
+            holder[0].release()
+            return None
+        return holder[0]
+
+    def afresh():
+        store.files.clear()
+        holder[:] = next(interleaving.interleavings(lambda: [store.driver()]))
+        return [at_work, store.driver(fails=fails)]
+
+    for outcomes in interleaving.interleavings(afresh):
+        seen[tuple(store.survivors(outcomes))] += 1
+    assert set(seen) == ({(0,)} if fails else {(0,), (1,)}) and seen.total() > 100, seen
