@@ -23,9 +23,11 @@ import psutil
 import ray
 
 from flowgrpo_ray import signals, waiting
+from flowgrpo_ray.errors import ResourceError
 
 last_words = ""  # what is lost if this process ends now
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like
+_vital: dict[str, psutil.Process] = {}  # of these, by name, the ones without which nothing goes on
 worker_env: dict[str, str] = {}  # variables that every worker process of a head started here has from the beginning
 
 
@@ -54,6 +56,7 @@ def start(env: dict[str, str], **options: object) -> str:
                 os.environ[key] = value
     worker_env.update(env)
     _processes[:] = [child for child in psutil.Process().children() if child.pid not in before]
+    _vital.update({name: child for child in _processes if (name := child.name()) in ("raylet", "gcs_server")})
     if threading.current_thread() is threading.main_thread():
         signals.watch(_leave_with_ray)
     return f"http://{url}{f' (token {token})' if token else ''}" if url else ""
@@ -139,12 +142,21 @@ def gone(wait_s: float = 0.0) -> bool:
     return False
 
 
+def check() -> None:
+    """Raise ResourceError where Ray was started here and cannot go on, as one of its processes has ended."""
+    for name, process in _vital.items():
+        if not _alive(process):
+            raise ResourceError(f"Ray's process {name} (pid {process.pid}) has ended: it was killed, or memory ran out. The "
+                                "same command goes on from the newest checkpoint")
+
+
 def shut_down() -> None:
     """End the connection, and Ray where this process has started it; a Ray that is going is left to itself."""
     if gone():
         atexit.unregister(ray.shutdown)
     else:
         _processes.clear()
+        _vital.clear()
         worker_env.clear()
         if threading.current_thread() is threading.main_thread():
             signals.unwatch(_leave_with_ray)

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 from ray.util import remove_placement_group
 
+from actors import head
 from actors.placement import actor_options, place_learners
 from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
@@ -229,6 +230,7 @@ class LearnerGroup:
             cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
             raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
         except ray.exceptions.RayError as error:
+            head.check()
             raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}\nThe same command goes on from the newest "
                                 "checkpoint") from error
 
@@ -241,6 +243,7 @@ class LearnerGroup:
         deadline = last_log + timeout_s
         while waiting:
             signals.check()
+            head.check()
             watch()
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(0.25, deadline - time.monotonic())))

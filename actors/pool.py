@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
+from actors import head
 from actors.environments import setup_reason
 from flowgrpo_ray import signals
 from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line, message_of
@@ -322,6 +323,7 @@ class ActorPool:
 
     def _died(self, member: _Member, why: str) -> None:
         """An actor is gone: not its tasks' fault until one of them has killed two."""
+        head.check()  # it went with Ray
         self.counts["deaths"] += 1
         log.warning("pool %s: actor %d died (%s)", self.name, member.index, why)
         self._salvage(member)
@@ -416,6 +418,7 @@ def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: s
         FlowGrpoError: nothing is in flight (a wait that could never end).
     """
     signals.check()
+    head.check()
     refs = [ref for pool in pools for ref in pool.waiting_for()] + others
     deadline = min((pool.next_deadline() for pool in pools), default=float("inf"))
     if not refs and deadline == float("inf"):

@@ -3,6 +3,7 @@
     python -m benchmarks.sampler       sampling against the stock diffusers pipeline
     python -m benchmarks.learner       a training update against a bare PyTorch loop
     python -m benchmarks.whole_step    whole steps on real actors: step time, driver overhead, busy share of the cores
+    python -m benchmarks.startup       from the command to the first image, phase by phase
     python -m benchmarks.baseline      the same steps in one plain loop in one process, phase by phase
     python -m benchmarks.gpu_check     models at their real size with random weights, without Ray and without a download
 

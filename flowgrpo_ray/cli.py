@@ -332,11 +332,9 @@ def _load_or_default(config: str | None, overrides: list[str]) -> Config:
 
 def _prepare(config: Config, *, err: bool = False) -> Console:
     """Console, logging and signals of a command that works for a while."""
-    from rich.console import Console
+    from flowgrpo_ray.live import RunConsole, set_up_logging
 
-    from flowgrpo_ray.live import set_up_logging
-
-    console = Console(stderr=err)
+    console = RunConsole(stderr=err)
     waiting.set_limits(config)
     set_up_logging(config.logging.level, console)
     _quiet(config.logging.level)
@@ -375,6 +373,8 @@ def main() -> None:
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
         if waiting.abandoned():
             _end_now(code)  # a library would wait at its exit for the call that has no answer
+        if (head := sys.modules.get("actors.head")) is not None and head.gone():
+            _end_now(code)  # Ray's library would abort at its exit, as its processes have ended before
         if sys.argv[1:2] in ([name] for name in cli_rewards.WITH_A_REWARD):
             _end_despite_threads(code)
         raise

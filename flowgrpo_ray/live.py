@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group
@@ -28,6 +31,19 @@ LIBRARIES = ("ray", "diffusers", "transformers", "peft", "accelerate", "matplotl
 _BARS = "▁▂▃▄▅▆▇█"
 _ACTORS_SHOWN = 4  # actors of a pool that get a line each; larger pools are counted by what they do
 _RECENT_STEPS = 10  # steps that the time left is estimated from
+
+
+class RunConsole(Console):
+    """Where a run reports. If nobody reads that any more (`train | head`, a dead `tee`), the run goes on: hours of work are
+    not lost for want of a reader."""
+
+    def on_broken_pipe(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+        if not self.stderr:
+            with suppress(OSError):
+                print("standard output was closed by its reader; the run goes on without it", file=sys.stderr, flush=True)
 
 
 def set_up_logging(level: str, console: Console) -> None:

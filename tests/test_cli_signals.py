@@ -67,6 +67,30 @@ def test_signals_end_the_run_and_its_actors(tmp_path):
         assert newest is None or newest.step >= 2, "the same command resumes from here"
 
 
+def test_ray_killed_is_named_and_a_closed_output_ends_nothing(tmp_path):
+    """What kills the raylet (a person, the kernel for want of memory) does not end the command by an abort of Ray's library."""
+    process = start(tmp_path, "train", write_config(tmp_path, eval={"at_start": False, "at_end": False}), "run.steps=1000")
+    for line in process.stdout:
+        if line.startswith("step    2/1000"):
+            break
+    process.stdout.close()  # as `head` does
+    metrics = tmp_path / "runs/small/metrics"
+    written = len(list(metrics.iterdir()))
+    for _ in range(240):
+        if len(list(metrics.iterdir())) > written + 1:
+            break
+        time.sleep(0.5)
+    else:
+        raise AssertionError("the run has not gone on")
+    raylet, = [child for child in psutil.Process(process.pid).children() if child.name() == "raylet"]
+    raylet.kill()
+    err = process.stderr.read()
+    assert process.wait(timeout=120) == 1, err
+    assert "standard output was closed by its reader; the run goes on without it" in err
+    assert "error: Ray's process raylet" in err and "the same command goes on from the newest checkpoint" in err.lower()
+    assert "Traceback" not in err
+
+
 def _with_home(folder: Path) -> list[str]:
     """Command lines of the processes that were started with this folder as their home."""
     found = []

@@ -197,13 +197,13 @@ class HttpClient:
             try:
                 status, headers, content = self._send(method, url, body)
             except _Retriable as error:
-                problem = RewardError(f"reward {self._who}: {url}: {error}{_tried(attempt)}")
+                problem = RewardError(f"reward {self._who}: {url}: {error}{_through(url)}{_tried(attempt)}")
             else:
                 if 200 <= status < 300:
                     return self._parsed(url, content)
                 text = _message_of(content)
-                problem = HttpError(f"reward {self._who}: {url} answered with HTTP {status}: {text}{_tried(attempt)}", status,
-                                    text)
+                problem = HttpError(f"reward {self._who}: {url} answered with HTTP {status}: {text}{_through(url)}"
+                                    f"{_tried(attempt)}", status, text)
                 if status not in RETRIED:
                     raise problem
                 asked = headers.get("Retry-After", "")
@@ -264,7 +264,7 @@ class HttpClient:
                 raise self._late(url) from None
             if isinstance(error, (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError)):
                 raise _Retriable(f"no connection, or it was lost: {_reason(error)}") from None
-            raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}") from None
+            raise RewardError(f"reward {self._who}: {url}: {type(error).__name__}: {error}{_through(url)}") from None
 
     def _authorize(self, request: Any) -> Any:
         """Set the key as late as `requests` would put other credentials in its place."""
@@ -272,18 +272,32 @@ class HttpClient:
         return request
 
     def _late(self, url: str) -> RewardError:
-        return RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s")
+        return RewardError(f"reward {self._who}: no answer from {url} within {self._timeout:g} s{_through(url)}")
 
     def _parsed(self, url: str, content: bytes) -> Any:
         try:
             return strict_json(content)
         except ValueError as error:
             shown = content[:SHOWN].decode("utf-8", "replace")
-            raise RewardError(f"reward {self._who}: the answer of {url} is no JSON ({error}): {shown!r}") from None
+            raise RewardError(f"reward {self._who}: the answer of {url} is no JSON ({error}): {shown!r}"
+                              f"{_through(url)}") from None
 
 
 class _Retriable(Exception):
     """A failure that another try may mend."""
+
+
+def _through(url: str) -> str:
+    """What to add to a failure where a proxy of the environment lies between: it may be the proxy's, and not the server's."""
+    from requests.utils import get_environ_proxies, select_proxy
+
+    proxy = select_proxy(url, get_environ_proxies(url))
+    if not proxy:
+        return ""
+    parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    where = f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname  # without the password that it may hold
+    return (f" (through the proxy {where}, which the environment names and which may be what refuses; NO_PROXY="
+            f"{urlsplit(url).hostname} asks the server itself)")
 
 
 def _tried(attempt: int) -> str:
@@ -293,7 +307,8 @@ def _tried(attempt: int) -> str:
 def _reason(error: Exception) -> str:
     """The innermost reason of requests' nested errors."""
     text = str(error)
-    found = re.search(r"(\[Errno \d+\] [^'\")]+|Remote end closed connection[^'\")]*|Name or service not known)", text)
+    found = re.search(r"(\[Errno \d+\] [^'\")]+|Remote end closed connection[^'\")]*|Tunnel connection failed[^'\")]*|"
+                      r"Name or service not known)", text)
     return found.group(1).strip() if found else text[:SHOWN]
 
 

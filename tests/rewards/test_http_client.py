@@ -120,6 +120,24 @@ def test_a_proxy_of_the_environment_is_used(monkeypatch):
     assert path == "http://judge.invalid/v1/models" and headers["Authorization"] == "Bearer k"
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_refusing_proxy_is_named(scheme, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(in_turn((403, {"error": "not allowed"}))) as server:
+        where = server.url.removeprefix("http://")
+        monkeypatch.setenv(f"{scheme}_proxy", f"http://me:secret@{where}")
+        with pytest.raises(RewardError) as error:
+            client(f"{scheme}://judge.invalid/v1", key="k").get("/models")
+        assert "403" in str(error.value) or "501" in str(error.value)  # to CONNECT, the test's server says 501
+        assert f"(through the proxy {where}, which the environment names" in str(error.value)
+        assert "NO_PROXY=judge.invalid asks the server itself" in str(error.value) and "secret" not in str(error.value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(RewardError) as error:
+            client(server.url).get("/x")
+        assert "proxy" not in str(error.value)
+
+
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_a_busy_server_is_asked_again(status):
     with serving(in_turn((status, {}), (status, {}), (200, [1]))) as server:
