@@ -1,4 +1,4 @@
-"""The reward actor. Imports only the standard library, numpy, ray and rewards/base.py: a reward may live in another
+"""The reward actor. Imports only the standard library, numpy, ray, rewards/base.py and startup.py: a reward may live in another
 environment than the rest."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from flowgrpo_ray.errors import described, place_of
 from flowgrpo_ray.rewards import RewardError, get, validated
 from flowgrpo_ray.rewards.base import explained, no_exit, read_only, renamed, self_tested
+from flowgrpo_ray.startup import loading
 
 PLACE = "raised in "  # begins the note that an exception of the user's own code carries to the driver
 
@@ -58,7 +59,8 @@ class RewardActor:
             os.nice(max(0, nice - os.nice(0)))
         self._name, self._own = name, ":" in spec
         with explained(name, "its start"):
-            self._reward = get(spec, **options)
+            with loading():
+                self._reward = get(spec, **options)
             self._kind = self._reward.name
             if scope is not None and self._reward.scope != scope:
                 raise RewardError(f"reward {name} is scored per {self._reward.scope}, and the run takes it for one that is "

@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
-
 log = logging.getLogger(__name__)
 
 _reached: set[str] = set()
@@ -21,6 +19,8 @@ _reached: set[str] = set()
 def reached(what: str) -> None:
     """Log how long after the start of this process `what` was reached, at level debug; only the first time counts."""
     if what not in _reached and log.isEnabledFor(logging.DEBUG):
+        import psutil  # here: a reward's own environment need not have it
+
         _reached.add(what)
         log.debug("%s: %.2f s", what, time.time() - psutil.Process().create_time())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import interleaving
@@ -46,6 +48,59 @@ def test_a_second_driver_is_refused_while_the_first_lives(tmp_path, other_proces
     other_process.kill()
     other_process.wait()
     Recorder(config)  # a dead driver holds nothing
+
+
+def test_neither_host_name_nor_clock_makes_a_living_driver_look_dead(tmp_path, other_process, monkeypatch):
+    config = small_config(tmp_path, "renamed")
+    first = Recorder(config)
+    held_by(first.run_dir, other_process.pid)
+    monkeypatch.setattr("socket.gethostname", lambda: "renamed")
+    monkeypatch.setattr("time.time", lambda now=time.time: now() + 1e6)
+    with pytest.raises(CheckpointError, match=f"written by process {other_process.pid} of this machine"):
+        Recorder(config)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Every claim is of another machine, and is watched for no longer than a look."""
+    numbers = itertools.count()
+    monkeypatch.setattr(claim, "machine", lambda: f"machine {next(numbers)}")
+    monkeypatch.setattr(claim, "OBSERVED_S", 0)
+
+
+def test_a_driver_elsewhere_that_shows_a_sign_of_life_keeps_the_run(tmp_path, elsewhere):
+    config = small_config(tmp_path, "alive")
+    older = Recorder(config)
+    older.open()
+    newer = Recorder(config)
+    older._claim.beat(1)
+    with pytest.raises(CheckpointError, match="is being written by process .*, which is alive"):
+        newer.open()
+    newer.close()
+    older.flush()
+    older.close()
+    assert not (tmp_path / "alive" / claim.FILE).exists() and not (tmp_path / "alive" / claim.BEAT_FILE).exists()
+
+
+def test_a_run_that_went_on_while_the_newcomer_started_is_left_alone(tmp_path, elsewhere):
+    config = small_config(tmp_path, "went-on")
+    older = Recorder(config)
+    older.open()
+    newer = Recorder(config)
+    older.commit(2, [], {})
+    with pytest.raises(CheckpointError, match="went on to step 2 while this command started from step 0; start it again"):
+        newer.open()
+    newer.close()
+    older.flush()
+
+
+def test_a_claim_that_was_taken_away_is_made_again(tmp_path):
+    recorder = Recorder(small_config(tmp_path, "removed"))
+    recorder.open()
+    (tmp_path / "removed" / claim.FILE).unlink()
+    recorder._claim.beat(1)
+    assert (tmp_path / "removed" / claim.FILE).exists()
+    recorder.close()
 
 
 def test_a_later_process_with_the_same_number_holds_nothing(tmp_path, other_process):

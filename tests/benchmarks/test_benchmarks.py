@@ -16,7 +16,18 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are run from the repository, not installed
 
-from benchmarks import baseline, data_parallel, gpu_check, learner, measure, reward_check, sampler, scoring, whole_step  # noqa: E402
+from benchmarks import (  # noqa: E402
+    baseline,
+    data_parallel,
+    gpu_check,
+    learner,
+    measure,
+    reward_check,
+    sampler,
+    scoring,
+    startup,
+    whole_step,
+)
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError  # noqa: E402
 from flowgrpo_ray.plan import plan_step  # noqa: E402
 from flowgrpo_ray.prompts import PromptRecord  # noqa: E402
@@ -242,3 +253,13 @@ def test_reward_check_compares_two_processes(capsys, monkeypatch):
 def test_reward_check_says_what_is_wrong(capsys, words, message):
     assert reward_check.main([*words, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_startup_tells_when_each_phase_was_over(config, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    found = report(startup.main, capsys, config, "--rounds", "1")
+    marks = found["marks"]
+    assert list(marks) == ["imports", "checks", "Ray", "actors", "first image"]
+    assert sorted(marks.values()) == list(marks.values()) and found["processes"] > 5
+    assert {"LearnerActor", "RolloutActor", "RewardActor"} <= set(found["cpu_seconds"])
