@@ -11,12 +11,14 @@ import ray
 
 from actors import head
 from actors.colocated import ColocatedActor
+from actors.dispatch import Checked
 from actors.environments import check_environments, start_hint
 from actors.evaluation import start_evaluation
+from actors.events import wait_for_events
 from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
 from actors.placement import actor_options, check_resources
-from actors.pool import ActorPool, Checked, wait_for_events
+from actors.pool import ActorPool
 from actors.reward import FirstCall, RewardActor
 from actors.rollout import RolloutActor
 from actors.sampling import Sampling
@@ -99,7 +101,8 @@ class Controller:
         check_resources(config)
         check_environments(config)
         tree = config.model_dump(mode="json")
-        common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths}
+        common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths,
+                                  "max_failures_in_a_row": p.max_failures_in_a_row}
         rewards = {}
         for name, reward in config.rewards.items():
             pool = config.reward_pool(name)
@@ -114,7 +117,7 @@ class Controller:
             self.rollouts = ActorPool(
                 "rollout", p.rollout.replicas, self._spawner(self.rollout_class, p.rollout, "rollout",
                                                              (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
-                prepare=self._prepare, **common)
+                prepare=self._prepare, rest_s=5.0, needed=True, **common)
             self.pools.append(self.rollouts)
         self.learners = self.group_class(config, self.recorder.run_id, self.recorder.start_id,
                                          self.colocated_class if self.colocated else self.learner_class)
@@ -417,6 +420,8 @@ class Controller:
             totals[f"actor_deaths/{pool.name}"] = pool.counts["deaths"]
             totals[f"timeouts/{pool.name}"] = pool.counts["timeouts"]
             totals[f"failed_starts/{pool.name}"] = pool.counts["failed_starts"]
+            totals[f"actors_taken_out/{pool.name}"] = pool.counts["taken_out"]
+            totals[f"calls_repeated/{pool.name}"] = pool.counts["repeated"]
         return {key: value + before.get(key, 0) for key, value in totals.items()}
 
 

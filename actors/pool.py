@@ -1,4 +1,4 @@
-"""A pool of interchangeable actors: least-loaded dispatch in plan order, deadlines, and replacement of the dead.
+"""A pool of interchangeable actors: least-loaded dispatch in plan order, deadlines, and replacement of the dead and the sick.
 
 The pool decides who does a task and how often; it never decides what the task is. So nothing here can change a result.
 """
@@ -10,16 +10,25 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
 from actors import head
+from actors.dispatch import (
+    ActorKilledError,
+    Checked,
+    FailureRecord,
+    Member,
+    NoActorError,
+    Running,
+    Task,
+    match,
+    trusted,
+)
 from actors.environments import setup_reason
-from flowgrpo_ray import signals
-from flowgrpo_ray.errors import FlowGrpoError, ResourceError, first_line, message_of
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, first_line, message_of
 
 log = logging.getLogger(__name__)
 
@@ -27,69 +36,6 @@ log = logging.getLogger(__name__)
 _OWN = re.compile(r"^flowgrpo_ray\.[\w.]+Error: .*", re.DOTALL | re.MULTILINE)
 _CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause of the following exception|"
                       r"During handling of the above exception, another exception occurred):\n\n")
-
-Checked = list[tuple[ray.ObjectRef, Callable[[Any], None]]]  # calls, each with a check of its answer
-
-
-@dataclass
-class Task:
-    """One call on any actor of a pool.
-
-    `on_done(value, rest)` gets the first return's value and the refs of the others; `on_failed(error)` an exception of
-    the call, a `TimeoutError`, or `ActorKilledError` after the task has killed two actors.
-
-    Where `fill` is not 0, tasks of its `kind` that wait behind it in the queue are joined to it by `join` up to that `size`.
-    """
-
-    what: str  # for people: logs and errors
-    method: str
-    args: tuple
-    order: tuple  # plan order; smaller goes first
-    timeout_s: float
-    on_done: Callable[[Any, list[ray.ObjectRef]], None]
-    on_failed: Callable[[Exception], None]
-    num_returns: int = 1
-    size: int = 0
-    fill: int = 0
-    kind: Any = None
-    payload: Any = None
-    join: Callable[[list[Task]], Task] | None = None
-    kills: int = 0
-    settled: bool = False  # it was given twice, and one of the two has ended
-
-
-class ActorKilledError(FlowGrpoError):
-    """The same task has killed two actors."""
-
-
-class NoActorError(FlowGrpoError):
-    """A task waited for an actor, and none could be started again."""
-
-
-@dataclass
-class _Running:
-    task: Task
-    refs: list[ray.ObjectRef]
-    deadline: float
-    moved: bool = False  # given to an idle actor as well
-
-
-@dataclass
-class _Member:
-    index: int
-    handle: Any  # None while it rests
-    starting: Checked
-    start_deadline: float
-    running: dict[ray.ObjectRef, _Running] = field(default_factory=dict)
-    pid: int = 0  # of its process, once it is up
-    replaces: bool = False  # one that was at work
-    failed_starts: int = 0  # in a row
-    rests_until: float = 0.0  # after a start that failed
-
-    @property
-    def ready(self) -> bool:
-        return self.handle is not None and not self.starting
-
 
 class ActorPool:
     """`replicas` actors of one kind.
@@ -99,38 +45,44 @@ class ActorPool:
         prepare: calls that the new actor has to answer before it gets work, each with a check of the answer that raises
             where it is wrong (a rollout actor loads and proves the current adapter here).
         depth: calls in flight per actor; 2 hides the driver's latency.
-        max_deaths: more deaths than these, since the start or the last `forgive_deaths`, and the pool gives up. What hangs is
-            not counted: its task fails, and what that means is for the task's owner to say.
+        max_deaths: more deaths than these (actors taken out are counted with them), since the start or the last
+            `forgive_deaths`, and the pool gives up. What hangs is not counted: its task fails, and what that means is for the
+            task's owner to say.
+        max_failures_in_a_row: an actor that has failed so many calls in a row, all of which others then did well, is taken
+            out and replaced. While that is open it gets no work, if others are there to do it.
         start_hint: ends the error for an actor that was not ready in time.
         rest_s: an actor that replaces another and cannot start is tried again after so many seconds, twice as many each time,
             60 s at most; where no other actor is left, the tasks that waited for it fail with `NoActorError`. None: the first
             such failure is raised, as that of a first start always is.
+        needed: the run cannot go on without an actor: where no other one is left, a failed start is raised.
     """
 
     def __init__(
         self, name: str, replicas: int, spawn: Callable[[int, int], Any], *, prepare: Callable[[Any], Checked],
-        start_timeout_s: float, max_deaths: int, depth: int = 2, respawns: bool = True, start_hint: str = "",
-        rest_s: float | None = None,
+        start_timeout_s: float, max_deaths: int, max_failures_in_a_row: int = 3, depth: int = 2, respawns: bool = True,
+        start_hint: str = "", rest_s: float | None = None, needed: bool = False,
     ) -> None:
         self.name, self.depth = name, depth
         self._spawn, self._prepare = spawn, prepare
         self._start_timeout, self._max_deaths, self._respawns = start_timeout_s, max_deaths, respawns
-        self._start_hint, self._rest = start_hint, rest_s
+        self._max_failures, self._start_hint = max_failures_in_a_row, start_hint
+        self._rest, self._needed = rest_s, needed
         self._queue: list[Task] = []
-        self.counts: Counter[str] = Counter()  # deaths, timeouts, failed_starts, late_answers
-        self._forgiven = 0  # deaths
+        self.counts: Counter[str] = Counter()  # deaths, taken_out, repeated, timeouts, failed_starts, late_answers
+        self._forgiven = 0  # actors lost
         self._incarnation = 0
         self._late: list[ray.ObjectRef] = []
         self.members = [self._new_member(index) for index in range(replicas)]
 
     # Members ----------------------------------------------------------------------------------------------------------
 
-    def _new_member(self, index: int, **history: Any) -> _Member:
-        handle = self._spawn(index, self._incarnation)
+    def _new_member(self, index: int, **history: Any) -> Member:
+        incarnation = self._incarnation
+        handle = self._spawn(index, incarnation)
         self._incarnation += 1
-        return _Member(index, handle, self._prepare(handle), time.monotonic() + self._start_timeout, **history)
+        return Member(index, incarnation, handle, self._prepare(handle), time.monotonic() + self._start_timeout, **history)
 
-    def _respawn(self, member: _Member) -> None:
+    def _respawn(self, member: Member) -> None:
         """A new actor in the place of one that is gone."""
         self.members[self.members.index(member)] = self._new_member(
             member.index, replaces=True, failed_starts=member.failed_starts)
@@ -140,16 +92,23 @@ class ActorPool:
         for member in self.members:
             if not all(running.task.settled for running in member.running.values()):  # a call taken over may still be about
                 raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
+            if member.handle is None:
+                continue  # it rests, and is prepared when it is started
             member.starting = [*member.starting, *prepare(member.handle)]
             member.start_deadline = time.monotonic() + self._start_timeout
 
     def forgive_deaths(self) -> None:
         """A new step: deaths so far do not count against `max_deaths` any more."""
-        self._forgiven = self.counts["deaths"]
+        self._forgiven = self._lost
+
+    @property
+    def _lost(self) -> int:
+        return self.counts["deaths"] + self.counts["taken_out"]
 
     @property
     def all_ready(self) -> bool:
-        return all(member.ready for member in self.members)
+        """No actor is starting, and there are some; those that rest after a start that failed are not waited for."""
+        return not any(member.starting for member in self.members) and any(member.ready for member in self.members)
 
     @property
     def idle(self) -> bool:
@@ -174,48 +133,60 @@ class ActorPool:
         self._queue.sort(key=lambda t: t.order)
         self.pump()
 
-    def pump(self) -> None:
-        """Give queued tasks, in plan order, to the least loaded ready actors.
+    def submit_again(self, task: Task, *, on_fresh_actor: bool = False) -> None:
+        """Submit a task that has failed once more: an actor that has not failed it gets it, if there is one.
 
-        The last ones, one for each actor, wait here for an actor with nothing to do: none of them shall wait behind a call
-        of one actor while another is idle. And a task that may have killed an actor has its second one for itself: the answer
-        of a call that came before a death can be lost with it, and must not be held against that call twice."""
-        while self._queue:
-            alone = self._queue[0].kills > 0 or len(self._queue) < len(self.members)
-            free = [m for m in self.members if m.ready and len(m.running) < (1 if alone else self.depth)
-                    and not any(running.task.kills for running in m.running.values())]
-            if not free:
-                return
-            member = min(free, key=lambda m: (len(m.running), m.index))
-            self._start(member, self._next())
-        for idle in [m for m in self.members if m.ready and not m.running]:
+        `on_fresh_actor`: if every living actor has failed it, one of them is replaced first (where that is possible).
+        """
+        task.attempts += 1
+        task.kills = task.fill = 0  # it keeps the shape that it had
+        task.settled = False
+        self.counts["repeated"] += 1
+        if on_fresh_actor and self._respawns and not self.has_another(task):
+            ready = [member for member in self.members if member.ready]
+            if ready:
+                self._take_out(min(ready, key=lambda m: (len(m.running), m.index)), f"all actors failed at {task.what}")
+        self.submit(task)
+
+    def has_another(self, task: Task) -> bool:
+        """Whether an actor is alive that has not failed a task."""
+        return any(m.handle is not None and m.incarnation not in task.failed_on for m in self.members)
+
+    def pump(self) -> None:
+        """Give queued tasks, in plan order, to actors that are free for them."""
+        while (found := match(self._queue, self.members, self.depth, self._max_failures)) is not None:
+            position, member = found
+            self._start(member, self._next(position))
+        for idle in [m for m in trusted(self.members, self._max_failures) if m.ready and not m.running]:
             self._take_over(idle)
 
-    def _next(self) -> Task:
-        """The first task of the queue, filled up with those behind it where it allows that."""
-        tasks = [self._queue.pop(0)]
-        while (tasks[0].fill and self._queue and self._queue[0].fill and self._queue[0].kind == tasks[0].kind
-               and sum(task.size for task in [*tasks, self._queue[0]]) <= tasks[0].fill):
-            tasks.append(self._queue.pop(0))
+    def _next(self, position: int) -> Task:
+        """A task of the queue, filled up with those behind it where it allows that."""
+        tasks = [self._queue.pop(position)]
+        while (tasks[0].fill and position < len(self._queue) and self._queue[position].fill
+               and self._queue[position].kind == tasks[0].kind
+               and sum(task.size for task in [*tasks, self._queue[position]]) <= tasks[0].fill):
+            tasks.append(self._queue.pop(position))
         return tasks[0] if len(tasks) == 1 else tasks[0].join(tasks)
 
-    def _take_over(self, idle: _Member) -> None:
+    def _take_over(self, idle: Member) -> None:
         """An idle actor does the call that waits behind another's: a slow actor holds up nothing but the call that it is at.
 
         The slow one does it as well, later: `ray.cancel` of a call of an actor that runs its calls in order can leave a hole
         in their numbering, at which Ray gives up the actor after 30 s. The answers are equal, the first counts."""
-        waiting = [running for m in self.members for running in list(m.running.values())[1:] if not running.moved]
+        waiting = [running for m in self.members for running in list(m.running.values())[1:]
+                   if not running.moved and idle.incarnation not in running.task.failed_on]
         if waiting:
             running = min(waiting, key=lambda running: running.task.order)
             running.moved = True
             self._start(idle, running.task)
 
-    def _start(self, member: _Member, task: Task) -> None:
+    def _start(self, member: Member, task: Task) -> None:
         refs = getattr(member.handle, task.method).options(num_returns=task.num_returns).remote(*task.args)
         refs = refs if isinstance(refs, list) else [refs]
         # Calls of one actor run one after another: the clock of a queued one starts when it can start.
         earliest = max([time.monotonic(), *(r.deadline for r in member.running.values())])
-        member.running[refs[0]] = _Running(task, refs, earliest + task.timeout_s)
+        member.running[refs[0]] = Running(task, refs, earliest + task.timeout_s)
 
     def waiting_for(self) -> list[ray.ObjectRef]:
         """Refs whose readiness is an event of this pool."""
@@ -244,19 +215,24 @@ class ActorPool:
                 if ref in member.running:  # a death settles all of a member's calls at once
                     self._finish(member, ref)
             self._expire(member)
+        for member in [m for m in self.members if m.record.own >= self._max_failures]:
+            self._take_out(member, f"{member.record.own} calls in a row failed on it and were done by others")
         self.pump()
 
-    def _go_on_starting(self, member: _Member) -> None:
+    def _go_on_starting(self, member: Member) -> None:
         """Take the first answer that a starting actor owes."""
         ref, check = member.starting[0]
         try:
             value = ray.get(ref, timeout=60)
         except RayTaskError as error:
-            self._cannot_start(member, _start_error(self.name, member.index, error))
+            failure = _start_error(self.name, member, error)
+            if isinstance(error.cause, SyncError | ConfigError):
+                raise failure from error  # trying again cannot help
+            self._cannot_start(member, failure)
             return
         except RayActorError as error:
             if getattr(error, "actor_init_failed", False):
-                self._cannot_start(member, _start_error(self.name, member.index, error))
+                self._cannot_start(member, _start_error(self.name, member, error))
             else:
                 self._died(member, f"while starting: {first_line(error)}")
             return
@@ -269,25 +245,29 @@ class ActorPool:
             member.pid = value  # the first answer is `ready`'s
         member.starting.pop(0)
         if not member.starting:
-            member.failed_starts = 0
+            member.failed_starts, member.was_ready = 0, True
 
-    def _cannot_start(self, member: _Member, error: FlowGrpoError) -> None:
+    def _cannot_start(self, member: Member, error: FlowGrpoError) -> None:
         """A first start that fails is the run's failure; a later one may be for a while, and is for its tasks to deal with."""
-        if self._rest is None or not member.replaces:
+        if member.was_ready and self._respawns:  # it fails at what it is told between two pieces of work, as new weights
+            self._take_out(member, message_of(error))
+            return
+        alone = not any(m.ready or m.starting for m in self.members if m is not member)
+        if self._rest is None or not member.replaces or self._needed and alone:
             raise error
         self.counts["failed_starts"] += 1
         ray.kill(member.handle)
         rest = min(60.0, self._rest * 2**member.failed_starts)
         log.warning("%s; it is tried again in %g s", error, rest)
-        self.members[self.members.index(member)] = _Member(
-            member.index, None, [], 0.0, replaces=True, failed_starts=member.failed_starts + 1,
+        self.members[self.members.index(member)] = Member(
+            member.index, member.incarnation, None, [], 0.0, replaces=True, failed_starts=member.failed_starts + 1,
             rests_until=time.monotonic() + rest)
-        if not any(m.ready or m.starting for m in self.members):
+        if alone:
             waiting, self._queue = self._queue, []
             for task in waiting:
                 self._settle(task, NoActorError(f"no actor of the pool could be started again: {error}"))
 
-    def _finish(self, member: _Member, ref: ray.ObjectRef) -> None:
+    def _finish(self, member: Member, ref: ray.ObjectRef) -> None:
         try:
             value, failure = ray.get(ref, timeout=60), None
         except RayActorError as error:
@@ -299,6 +279,13 @@ class ActorPool:
             value, failure = None, error
         running = member.running.pop(ref)
         self._start_clock(member)
+        if failure is None:
+            member.record.succeeded(running.task.method)
+        else:
+            running.task.failed_on.add(member.incarnation)
+            member.record.failed(running.task)
+            if running.task.settled:  # by another, which had it as well
+                member.record.done_by_another(running.task)
         self._settle(running.task, failure, value, running.refs[1:])
 
     def _settle(self, task: Task, failure: Exception | None, value: Any = None, rest: Sequence[ray.ObjectRef] = ()) -> None:
@@ -306,22 +293,28 @@ class ActorPool:
         if task.settled or failure is not None and self._done_by_another(task):
             return
         task.settled = True
-        if failure is not None:
-            task.on_failed(failure)
-        else:
+        if failure is None:
+            for member in self.members:
+                if member.incarnation in task.failed_on:
+                    member.record.done_by_another(task)
             task.on_done(value, list(rest))
+            return
+        task.on_failed(failure)
+        if task.settled:  # it was not submitted again: nobody has done it
+            for member in self.members:
+                member.record.forget(task)
 
-    def _done_by_another(self, task: Task, member: _Member | None = None) -> bool:
+    def _done_by_another(self, task: Task, member: Member | None = None) -> bool:
         return any(running.task is task for m in self.members if m is not member for running in m.running.values())
 
     @staticmethod
-    def _start_clock(member: _Member) -> None:
+    def _start_clock(member: Member) -> None:
         """The next call of the actor starts now: its deadline counts from here."""
         for running in member.running.values():
             running.deadline = min(running.deadline, time.monotonic() + running.task.timeout_s)
             break
 
-    def _died(self, member: _Member, why: str) -> None:
+    def _died(self, member: Member, why: str) -> None:
         """An actor is gone: not its tasks' fault until one of them has killed two."""
         head.check()  # it went with Ray
         self.counts["deaths"] += 1
@@ -334,7 +327,7 @@ class ActorPool:
                 running.task.fill = 0  # it is suspect: it waits for its second try by itself
         self._replace(member)
 
-    def _salvage(self, member: _Member) -> None:
+    def _salvage(self, member: Member) -> None:
         """Calls that were answered before the actor died are done, though their refs were not looked at yet."""
         for ref, running in list(member.running.items()):
             if ray.wait([ref], timeout=0)[0]:
@@ -345,11 +338,23 @@ class ActorPool:
                 del member.running[ref]
                 self._settle(running.task, None, value, running.refs[1:])
 
-    def _replace(self, member: _Member, why: str = "died") -> None:
+    def _take_out(self, member: Member, why: str) -> None:
+        """Replace an actor that is alive and fails; what waits for it is submitted again, and counts as no failure."""
+        if not self._respawns:
+            log.warning("pool %s: actor %d fails: %s", self.name, member.index, why)
+            member.record = FailureRecord()
+            return
+        self.counts["taken_out"] += 1
+        log.warning("pool %s: actor %d is replaced: %s", self.name, member.index, why)
+        self._salvage(member)
+        ray.kill(member.handle)
+        self._replace(member, "failed")
+
+    def _replace(self, member: Member, why: str = "died") -> None:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
-        if self.counts["deaths"] - self._forgiven > self._max_deaths:
-            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died within one step "
+        if self._lost - self._forgiven > self._max_deaths:
+            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died or were taken out within one step "
                                 "(pools.max_actor_deaths)")
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
@@ -362,7 +367,7 @@ class ActorPool:
                 self._queue.append(task)
         self._queue.sort(key=lambda t: t.order)
 
-    def _expire(self, member: _Member) -> None:
+    def _expire(self, member: Member) -> None:
         """The call that runs has passed its deadline: it has failed, and its actor is replaced."""
         late = next(((ref, r) for ref, r in member.running.items() if time.monotonic() > r.deadline), None)
         if late is None:
@@ -399,8 +404,8 @@ class ActorPool:
                 ray.kill(member.handle)
 
 
-def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
-    """What a user has to know of an actor that could not start: our own errors without the remote traceback."""
+def _start_error(pool: str, member: Member, error: RayError) -> FlowGrpoError:
+    """What a user has to know where an actor could not start, or take new weights: our own errors without the traceback."""
     if isinstance(getattr(error, "cause", None), FlowGrpoError):
         text = message_of(error.cause)
     else:
@@ -408,35 +413,5 @@ def _start_error(pool: str, index: int, error: RayError) -> FlowGrpoError:
         # Of errors that are raised from one another the last one is what the code that knows most has to say.
         own = [part.partition("Error: ")[2] for part in _CHAINED.split(text) for part in _OWN.findall(part)]
         text = own[-1].strip() if own else text
-    return FlowGrpoError(f"pool {pool}: actor {index} could not start: {text}")
-
-
-def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float) -> set[ray.ObjectRef]:
-    """Block until some call of the pools or of `others` is finished, or the next deadline has passed.
-
-    Raises:
-        FlowGrpoError: nothing is in flight (a wait that could never end).
-    """
-    signals.check()
-    head.check()
-    refs = [ref for pool in pools for ref in pool.waiting_for()] + others
-    deadline = min((pool.next_deadline() for pool in pools), default=float("inf"))
-    if not refs and deadline == float("inf"):
-        raise FlowGrpoError(f"waiting for {what}, but nothing is in flight")
-    timeout = max(0.01, min(longest_s, deadline - time.monotonic()))
-    if not refs:
-        time.sleep(timeout)
-        return set()
-    ready, rest = ray.wait(refs, num_returns=1, timeout=timeout)
-    if ready and rest:
-        more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)
-        ready += more
-    return set(ready)
-
-
-def drive(pools: list[ActorPool], done: Callable[[], bool], what: str) -> None:
-    """Handle the events of pools that nothing else works with, until `done()`."""
-    while not done():
-        ready = wait_for_events(pools, [], what, longest_s=0.2)
-        for pool in pools:
-            pool.settle(ready)
+    what = "take new weights" if member.was_ready else "start"
+    return FlowGrpoError(f"pool {pool}: actor {member.index} could not {what}: {text}")

@@ -1,4 +1,4 @@
-"""Encoding and sampling on the rollout pool: the same request is submitted again when an actor dies or fails."""
+"""Encoding and sampling on the rollout pool: when an actor dies or fails, the same request goes to another one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import ray
 
-from actors.pool import ActorPool, Task
+from actors.dispatch import Task
+from actors.pool import ActorPool
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError
@@ -32,19 +33,14 @@ class Sampling:
         self.calls: Counter[str] = Counter()
         self.peak_memory = 0  # largest accelerator bytes of a call
 
-    def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None], attempt: int = 1) -> None:
+    def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None]) -> None:
         """Encode one prompt; `on_ref` gets the ref of its conditioning."""
-        what = f"encode {record.prompt[:40]!r}"
 
         def done(seconds: float, rest: list[ray.ObjectRef]) -> None:
             self.seconds["encode"] += seconds
             on_ref(rest[0])
 
-        def failed(error: Exception) -> None:
-            self._check_attempts(what, attempt, error)
-            self.encode(record, order, on_ref, attempt + 1)
-
-        self._pool.submit(Task(what, "encode", (record,), order, self._timeout, done, failed, num_returns=2))
+        self._submit(f"encode {record.prompt[:40]!r}", "encode", (record,), order, done, num_returns=2)
 
     def encode_negative(self, text: str) -> None:
         """Encode a negative prompt, once per run and text."""
@@ -58,7 +54,7 @@ class Sampling:
 
     def sample(
         self, what: str, order: tuple, request: SampleRequest, negative: str | None, conditionings: Sequence[ray.ObjectRef],
-        on_sample: Callable[[SampleMeta, ray.ObjectRef, ray.ObjectRef], None], attempt: int = 1,
+        on_sample: Callable[[SampleMeta, ray.ObjectRef, ray.ObjectRef], None],
     ) -> None:
         """Sample one shard; `on_sample` gets its metadata and the refs of its images and trajectory."""
 
@@ -69,17 +65,20 @@ class Sampling:
             self.peak_memory = max(self.peak_memory, meta.peak_memory)
             on_sample(meta, *rest)
 
-        def failed(error: Exception) -> None:
-            self._check_attempts(what, attempt, error)
-            self.sample(what, order, request, negative, conditionings, on_sample, attempt + 1)
-
         args = (request, self.negative(negative), *conditionings)
-        self._pool.submit(Task(f"sample {what}", "sample", args, order, self._timeout, done, failed, num_returns=3))
+        self._submit(f"sample {what}", "sample", args, order, done, num_returns=3)
 
-    @staticmethod
-    def _check_attempts(what: str, attempt: int, error: Exception) -> None:
+    def _submit(
+        self, what: str, method: str, args: tuple, order: tuple, done: Callable[..., None], *, num_returns: int
+    ) -> None:
+        task = Task(what, method, args, order, self._timeout, done, lambda error: self._failed(task, error), num_returns)
+        self._pool.submit(task)
+
+    def _failed(self, task: Task, error: Exception) -> None:
+        """Each attempt goes to an actor that has not failed the task; the last one to a new actor, if all have."""
         if isinstance(error, SyncError | ConfigError):
             raise error  # trying again cannot help
-        if attempt >= MAX_ATTEMPTS:
-            raise FlowGrpoError(f"{what} failed {attempt} times: {type(error).__name__}: {error}") from error
-        log.warning("%s failed (%s: %s); it is submitted again", what, type(error).__name__, error)
+        if task.attempts >= MAX_ATTEMPTS:
+            raise FlowGrpoError(f"{task.what} failed {task.attempts} times: {type(error).__name__}: {error}") from error
+        log.warning("%s failed (%s: %s); it is submitted again", task.what, type(error).__name__, error)
+        self._pool.submit_again(task, on_fresh_actor=task.attempts == MAX_ATTEMPTS - 1)

@@ -1,5 +1,6 @@
-"""Scoring of shards on the reward pools. An error is not a score: the images of a failed batch are scored again one by one,
-and what has no score then is masked out (or its group dropped, or the run stopped, by configuration), and counted."""
+"""Scoring of shards on the reward pools. An error is not a score: a failed batch is given to another actor as it is, then its
+images are scored again one by one, and what has no score then is masked out (or its group dropped, or the run stopped, by
+configuration), and counted."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.pool import ActorPool, Task
+from actors.dispatch import ActorKilledError, NoActorError, Task
+from actors.pool import ActorPool
 from actors.reward import PLACE
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described
@@ -179,12 +181,13 @@ class Scoring:
         ids = None if batch.group is None else [batch.group] * batch.size
         part = None if batch.part is None else (batch.part.start, batch.part.stop)
         prompts, metadata = [p for s in shards for p in s.prompts], [d for s in shards for d in s.metadata]
-        return Task(
+        task = Task(
             what=f"score {batch.what}", method="score", args=(prompts, metadata, ids, part, *(s.images for s in shards)),
             order=shards[0].order, timeout_s=self._config.rewards[batch.reward].timeout_s,
-            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, error),
+            on_done=lambda answer, _: self._answered(batch, answer), on_failed=lambda error: self._failed(batch, task, error),
             size=batch.size, fill=fill, kind=shards[0].size_wanted, payload=batch, join=self._join,
         )
+        return task
 
     def _answered(self, batch: _Batch, answer: dict[str, Any]) -> None:
         self.seconds[batch.reward] += answer["seconds"]
@@ -204,7 +207,7 @@ class Scoring:
                 shard.result.scores.setdefault(key, np.full(shard.size, np.nan))[row] = value
         self._close(batch.reward, rows)
 
-    def _failed(self, batch: _Batch, error: Exception) -> None:
+    def _failed(self, batch: _Batch, task: Task, error: Exception) -> None:
         reward, settings = batch.reward, self._config.rewards[batch.reward]
         if isinstance(error, ConfigError):  # it would be so for every image
             raise FlowGrpoError(str(error)) from error
@@ -212,6 +215,11 @@ class Scoring:
         self._repeats[reward, why] += 1
         level = logging.WARNING if self._repeats[reward, why] == 1 else logging.DEBUG  # what repeats is counted
         text = f"reward {reward} failed on {batch.what}: {why}"
+        pool, no_actor_s_fault = self._pools[reward], isinstance(error, TimeoutError | ActorKilledError | NoActorError)
+        if task.attempts == 1 and not no_actor_s_fault and pool.has_another(task):
+            log.log(level, "%s; another actor is asked", text)
+            pool.submit_again(task)
+            return
         if batch.retries < settings.retries:
             self.counts[f"retries/{reward}"] += 1
             alone = batch.group is None and batch.part is None

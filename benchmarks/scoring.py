@@ -27,8 +27,9 @@ import ray
 from rich.console import Console
 
 from actors.controller import Controller
+from actors.events import drive
 from actors.placement import actor_options
-from actors.pool import ActorPool, drive
+from actors.pool import ActorPool
 from actors.reward import RewardActor
 from actors.run import connected, train
 from actors.scoring import Scoring

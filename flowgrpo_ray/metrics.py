@@ -105,6 +105,9 @@ METRICS: tuple[Metric, ...] = (
     _c("late_answers_dropped", "answers", "Answers that came after their deadline", machine=True),
     _c("timeouts", "calls", "Calls that passed their deadline", "pool", machine=True),
     _c("failed_starts", "actors", "Replaced actors that could not start and were tried again", "pool", machine=True),
+    _c("actors_taken_out", "actors", "Actors that were replaced because they failed at what other actors then did", "pool",
+       machine=True),
+    _c("calls_repeated", "calls", "Failed calls that were given to an actor once more as they were", "pool", machine=True),
     _c("actor_deaths", "actors", "Actors that died and were replaced", "pool", machine=True),
     # speed
     _g("images_per_s", "images/s", "Training images per second of the step", machine=True),

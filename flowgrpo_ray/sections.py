@@ -254,7 +254,10 @@ class PoolsConfig(Section):
         60.0, gt=0, description="Deadline for connecting to a Ray cluster")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for actors to be placed and ready")
     autoscaling: bool = Field(False, description="The cluster can grow: wait start_timeout_s for resources")
-    max_actor_deaths: NonNegative = Field(16, description="More deaths of one pool's actors in one step stop the run")
+    max_actor_deaths: NonNegative = Field(
+        16, description="More actors of one pool that die or are taken out in one step stop the run")
+    max_failures_in_a_row: Positive = Field(
+        3, description="An actor is replaced after so many failed calls in a row that other actors then did")
     rollout: RolloutPool = Field(default_factory=RolloutPool, description="Rollout actors (split placement)")
     learner: LearnerPool = Field(default_factory=LearnerPool, description="Learner ranks (and, colocated, samplers)")
     reward: dict[str, PoolConfig] = Field(default_factory=dict, description="Reward actors, by reward name")

@@ -147,6 +147,20 @@ class OutOfMemoryOnce(RolloutActor):
         return super().sample(request, negative, *conditionings)
 
 
+class SickOnce(RolloutActor):
+    """Every sample call of the process that gets one first raises, as on a GPU with a sticky error."""
+
+    def sample(self, request, negative, *conditionings):
+        sick = Path(os.environ["FAULT_DIR"]) / "sick"
+        try:
+            sick.symlink_to(str(os.getpid()))
+        except FileExistsError:
+            pass
+        if os.readlink(sick) == str(os.getpid()):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().sample(request, negative, *conditionings)
+
+
 class AlwaysRaises(RolloutActor):
     def sample(self, request, negative, *conditionings):
         raise MemoryError("out of memory again")

@@ -140,6 +140,19 @@ def keeps_a_secret(images, prompts, metadata):
     raise Secret("the reason", 2)
 
 
+def sick_on_one_actor(images, prompts, metadata, *, folder=""):
+    """Brightness; in the process that scores pictures of 8 x 8 first, an error every time."""
+    if images.shape[1:3] == (8, 8):
+        sick = os.path.join(folder, "sick")
+        try:
+            os.symlink(str(os.getpid()), sick)
+        except FileExistsError:
+            pass
+        if os.readlink(sick) == str(os.getpid()):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return brightness(images, prompts, metadata)
+
+
 def slow_on_one_actor(images, prompts, metadata, *, folder=""):
     """Whoever comes first is slow for good."""
     slow = os.path.join(folder, "slow")

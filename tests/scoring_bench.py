@@ -8,8 +8,9 @@ import numpy as np
 import own_rewards
 import ray
 
+from actors.events import drive
 from actors.placement import actor_options
-from actors.pool import ActorPool, drive
+from actors.pool import ActorPool
 from actors.reward import RewardActor
 from actors.scoring import Scoring, ShardScores
 from flowgrpo_ray.config import Config, load

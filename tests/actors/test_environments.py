@@ -17,9 +17,11 @@ import runs
 from silent_server import SilentServer
 
 from actors import environments
+from actors.dispatch import Task
 from actors.environments import check_environments, start_hint
+from actors.events import drive
 from actors.placement import actor_options
-from actors.pool import ActorPool, Task, drive
+from actors.pool import ActorPool
 from actors.reward import RewardActor
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError

@@ -128,6 +128,15 @@ def test_a_rollout_call_that_fails_once_changes_nothing(actor, counter, folder, 
         assert finished.rows[-1][f"{counter}/rollout"] == 1
 
 
+def test_one_of_four_rollout_actors_is_sick_and_the_adapter_is_the_same(folder, fault_dir, sound):
+    overrides = {"pools.rollout.replicas": 4, "pools.rollout.env": {"FAULT_DIR": str(fault_dir)}}
+    finished = run(small_config(folder, "one-is-sick", steps=2, overrides=overrides), rollout_class=faulty.SickOnce)
+    assert_same_bits(sound.adapter, finished.adapter)
+    row = finished.rows[-1]
+    assert row["calls_repeated/rollout"] >= 1 and row["actor_deaths/rollout"] == row["timeouts/rollout"] == 0
+    assert row["actors_taken_out/rollout"] == row["calls_repeated/rollout"] // 3
+
+
 def test_a_rollout_that_always_fails_ends_the_run(folder):
     with pytest.raises(FlowGrpoError, match="failed 3 times: MemoryError"):
         run(small_config(folder, "rollout-always", steps=1), rollout_class=faulty.AlwaysRaises)

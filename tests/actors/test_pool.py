@@ -9,7 +9,9 @@ import ordered
 import pytest
 import ray
 
-from actors.pool import ActorPool, Task, drive
+from actors.dispatch import Task
+from actors.events import drive
+from actors.pool import ActorPool
 from actors.reward import RewardActor
 from flowgrpo_ray.errors import FlowGrpoError
 
