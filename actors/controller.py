@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -13,7 +13,7 @@ from actors import head
 from actors.colocated import ColocatedActor
 from actors.dispatch import Checked
 from actors.environments import check_environments, start_hint
-from actors.evaluation import start_evaluation
+from actors.evaluation import KEPT_SHARE, KeptConditionings, start_evaluation
 from actors.events import wait_for_events
 from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
@@ -134,6 +134,7 @@ class Controller:
         startup.reached("actors")
         self.sampling = Sampling(config, self.rollouts)
         self.scoring = Scoring(config, rewards)
+        self._kept = KeptConditionings(KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0))
         self.rewards = rewards
         if self.recorder.resume_from:
             self.learners.call("read_checkpoint", self.recorder.resume_from.uri)
@@ -204,11 +205,10 @@ class Controller:
         self.scoring.expect(sum(len(shard.rows) for shard in plan.shards))
         self.learners.cast("begin_step", plan, self._last.begin())
         self._encode_negatives(plan)
-        for group in plan.groups:
-            self._with_conditioning(group, lambda ref, number=group.group: self._encoded(board, number, ref))
+        self._with_conditioning(plan.groups, lambda group, ref: self._encoded(board, group.group, ref))
         if plan.step + 1 < self.config.run.steps:  # the text encoders need no new weights: fill the learner's tail
-            for group in plan_step(self.config, self.inputs.train, plan.step + 1).groups:
-                self._with_conditioning(group, lambda ref, g=group: self._conditionings.update({(g.step, g.group): ref}))
+            self._with_conditioning(plan_step(self.config, self.inputs.train, plan.step + 1).groups,
+                                    lambda group, ref: self._conditionings.update({(group.step, group.group): ref}))
         self._drive(f"step {plan.step + 1}", lambda: self._feed(board, updates) and not self.learners.pending
                     and self.rollouts.idle)
         self.scoring.check_budget()
@@ -299,12 +299,15 @@ class Controller:
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
-    def _with_conditioning(self, group: GroupPlan, then: Callable[[ray.ObjectRef], None]) -> None:
-        ref = self._conditionings.pop((group.step, group.group), None)
-        if ref is not None:
-            then(ref)
-        else:
-            self.sampling.encode(group.record, (group.step, group.group), then)
+    def _with_conditioning(self, groups: Sequence[GroupPlan], then: Callable[[GroupPlan, ray.ObjectRef], None]) -> None:
+        """Call `then` with each group and its conditioning: at once if it was encoded ahead, else when it is encoded."""
+        keys = [(group.step, group.group) for group in groups]
+        missing = [group for group, key in zip(groups, keys, strict=True) if key not in self._conditionings]
+        self.sampling.encode([group.record for group in missing], [(group.step, group.group) for group in missing],
+                             lambda number, ref, _: then(missing[number], ref))
+        for group, key in zip(groups, keys, strict=True):
+            if key in self._conditionings:
+                then(group, self._conditionings.pop(key))
 
     def _negative_text(self, plan: StepPlan, shard: ShardPlan) -> str | None:
         return training_negative(self.config, plan.groups[shard.group].record)  # the plan batches no others with it
@@ -318,8 +321,7 @@ class Controller:
 
     def _need_negatives(self, texts: set[str]) -> None:
         new = [text for text in sorted(texts) if not self.sampling.has_negative(text)]
-        for text in new:
-            self.sampling.encode_negative(text)
+        self.sampling.encode_negatives(new)
         self._drive("negative prompts", lambda: all(self.sampling.has_negative(text) for text in new))
 
     def _encoded(self, board: StepBoard, group: int, conditioning: ray.ObjectRef) -> None:
@@ -359,10 +361,12 @@ class Controller:
         return row | {"time_eval": time.perf_counter() - started}
 
     def _evaluate(self, weights: str, step: int) -> Row:
-        run = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling, self.scoring)
+        run = start_evaluation(self.config, self.inputs.eval, weights, step, self.recorder.run_id, self.sampling, self.scoring,
+                               self._kept)
         self.scoring.expect(sum(len(shard.items) for shard in run.shards))
         self._drive(f"evaluation of {weights} at step {step}", lambda: run.finished)
         self.scoring.check_budget()
+        self._kept.tell(len({prompt for shard in run.shards for prompt in shard.prompts}))
         self.recorder.grid(weights, step, run.grid(self.config, self.inputs.eval))
         return run.row()
 

@@ -4,7 +4,8 @@ Rewards of whole groups take no part: what they say compares samples of a group,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,55 @@ from flowgrpo_ray.samples import GridImage
 from flowgrpo_ray.sampling.requests import evaluation_keys, evaluation_negative, evaluation_request
 from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
 
+log = logging.getLogger(__name__)
+
 ORDER = 1 << 40  # after all training work
+KEPT_SHARE = 0.1  # of the cluster's object store, for the conditionings of evaluation prompts
+
+
+class KeptConditionings:
+    """Conditionings of evaluation prompts, by place in their file, kept for the evaluations that follow.
+
+    Args:
+        budget: bytes; what would go beyond is not kept, and is encoded again each time.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self._budget, self.nbytes = budget, 0
+        self._kept: dict[int, tuple[ray.ObjectRef, int]] = {}
+        self._told = False
+
+    def __contains__(self, prompt: int) -> bool:
+        return prompt in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, prompt: int) -> ray.ObjectRef:
+        return self._kept[prompt][0]
+
+    def keep(self, prompt: int, ref: ray.ObjectRef, nbytes: int) -> bool:
+        """Whether there was room for it."""
+        if self.nbytes + nbytes > self._budget:
+            return False
+        self._kept[prompt] = ref, nbytes
+        self.nbytes += nbytes
+        return True
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        """They were lost, with the node that held them."""
+        for prompt in prompts:
+            self.nbytes -= self._kept.pop(prompt, (None, 0))[1]
+
+    def tell(self, prompts: int) -> None:
+        """Log once what is kept of an evaluation of so many prompts."""
+        if not self._told:
+            self._told = True
+            rest = "" if len(self) == prompts else (
+                f"; there is no room for more in {KEPT_SHARE:.0%} of the object store, and the others are encoded again in "
+                "each evaluation")
+            log.info("evaluation: the conditionings of %d of %d prompts are kept, %.1f MB%s", len(self), prompts,
+                     self.nbytes / 1e6, rest)
 
 
 @dataclass
@@ -70,39 +119,95 @@ class Evaluation:
 
 
 def start_evaluation(
-    config: Config, records: list[PromptRecord], weights: str, version: int, run_id: str, sampling: Sampling, scoring: Scoring
+    config: Config, records: list[PromptRecord], weights: str, version: int, run_id: str, sampling: Sampling,
+    scoring: Scoring, kept: KeptConditionings,
 ) -> Evaluation:
     """Submit the whole evaluation; drive the pools until it is `finished`."""
-    run = Evaluation(weights, plan_evaluation(config, records))
-    position = 0
+    run, position = Evaluation(weights, plan_evaluation(config, records)), 0
+    work = _Work(run, config, records, sampling, scoring, kept)
     for shard in run.shards:
         wanted = range(position, min(position + len(shard.counted), config.eval.grid_images))
         position += len(shard.counted)
         request = evaluation_request(config, records, shard, run_id=run_id, slot=weights, version=version, png=len(wanted))
-        _submit_shard(config, run, shard, request, records, wanted, sampling, scoring)
+        work.add(shard, request, wanted)
+    work.encode()
     return run
 
 
-def _submit_shard(
-    config: Config, run: Evaluation, shard: EvalShard, request: SampleRequest, records: list[PromptRecord], wanted: range,
-    sampling: Sampling, scoring: Scoring,
-) -> None:
-    """Encode the shard's prompts, one call each; with the last of them sample, then score."""
-    order = (ORDER, shard.shard)
-    conditionings: dict[int, ray.ObjectRef] = {}
+@dataclass
+class _Shard:
+    """A shard that waits for conditionings."""
 
-    def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
-        run.pngs.update(zip(wanted, meta.pngs, strict=True))
-        scoring.submit(f"evaluation shard {shard.shard}", order, images, [records[p] for p, _ in shard.items],
-                       lambda scores: run.scores.__setitem__(shard.shard, scores), rewards=scoring.of_images)
+    plan: EvalShard
+    request: SampleRequest
+    wanted: range  # places of its images in the grid
+    again: bool  # after a conditioning was lost
+    conditionings: dict[int, ray.ObjectRef] = field(default_factory=dict)  # by prompt
 
-    def encoded(prompt: int) -> Callable[[ray.ObjectRef], None]:
-        def take(ref: ray.ObjectRef) -> None:
-            conditionings[prompt] = ref
-            if len(conditionings) == len(shard.prompts):
-                sampling.sample(f"evaluation shard {shard.shard}", order, request, evaluation_negative(config, shard),
-                                [conditionings[p] for p in shard.prompts], sampled)
-        return take
+    @property
+    def order(self) -> tuple[int, int]:
+        return ORDER, self.plan.shard
 
-    for prompt in shard.prompts:
-        sampling.encode(records[prompt], order, encoded(prompt))
+
+class _Work:
+    """What an evaluation does: encode the prompts that are not kept, sample a shard with the last of its own, then score."""
+
+    def __init__(
+        self, run: Evaluation, config: Config, records: list[PromptRecord], sampling: Sampling, scoring: Scoring,
+        kept: KeptConditionings,
+    ) -> None:
+        self._run, self._config, self._records = run, config, records
+        self._sampling, self._scoring, self._kept = sampling, scoring, kept
+        self._waiting: dict[int, list[_Shard]] = {}  # by prompt that is not encoded yet
+
+    def add(self, plan: EvalShard, request: SampleRequest, wanted: range, *, again: bool = False) -> None:
+        """Sample a shard at once, if all its conditionings are kept; else it waits for `encode`."""
+        shard = _Shard(plan, request, wanted, again)
+        for prompt in plan.prompts:
+            if prompt in self._kept:
+                shard.conditionings[prompt] = self._kept[prompt]
+            else:
+                self._waiting.setdefault(prompt, []).append(shard)
+        self._sample_if_complete(shard)
+
+    def encode(self) -> None:
+        """Encode all prompts that shards wait for."""
+        self._encode(list(self._waiting))
+
+    def _encode(self, prompts: list[int]) -> None:
+        self._sampling.encode([self._records[p] for p in prompts], [self._waiting[p][0].order for p in prompts],
+                              lambda number, ref, nbytes: self._encoded(prompts[number], ref, nbytes))
+
+    def _encoded(self, prompt: int, ref: ray.ObjectRef, nbytes: int) -> None:
+        """Hand a conditioning on to the shards that wait for it; to the first of them alone, if there is no room to keep it."""
+        shards = self._waiting.pop(prompt)
+        if not self._kept.keep(prompt, ref, nbytes) and len(shards) > 1:
+            self._waiting[prompt] = shards[1:]
+            shards = shards[:1]
+            self._encode([prompt])
+        for shard in shards:
+            shard.conditionings[prompt] = ref
+            self._sample_if_complete(shard)
+
+    def _sample_if_complete(self, shard: _Shard) -> None:
+        plan = shard.plan
+        if len(shard.conditionings) < len(plan.prompts):
+            return
+
+        def sampled(meta: SampleMeta, images: ray.ObjectRef, trajectory: ray.ObjectRef) -> None:
+            self._run.pngs.update(zip(shard.wanted, meta.pngs, strict=True))
+            self._scoring.submit(f"evaluation shard {plan.shard}", shard.order, images,
+                                 [self._records[p] for p, _ in plan.items],
+                                 lambda scores: self._run.scores.__setitem__(plan.shard, scores),
+                                 rewards=self._scoring.of_images)
+
+        def lost() -> None:
+            self._kept.forget(plan.prompts)
+            self.add(plan, shard.request, shard.wanted, again=True)
+            self._encode([p for p in plan.prompts if len(self._waiting.get(p, ())) == 1])  # the others are under way
+
+        conditionings = [shard.conditionings[prompt] for prompt in plan.prompts]
+        shard.conditionings.clear()
+        self._sampling.sample(f"evaluation shard {plan.shard}", shard.order, shard.request,
+                              evaluation_negative(self._config, plan), conditionings, sampled,
+                              None if shard.again else lost)

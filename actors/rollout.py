@@ -11,7 +11,7 @@ from flowgrpo_ray import startup
 from flowgrpo_ray.config import from_tree
 from flowgrpo_ray.policies import load_policy
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import Arrays, SampleMeta, SampleRequest, SyncReply, Trajectory
+from flowgrpo_ray.trajectory import Arrays, EncodeMeta, SampleMeta, SampleRequest, SyncReply, Trajectory
 
 if TYPE_CHECKING:
     from flowgrpo_ray.sampling.sampler import Sampler
@@ -26,13 +26,14 @@ class SamplingMethods:
         """Bind an adapter and answer with the proof (invariant: a weight sync is proven)."""
         return self.sampler.slots.load(slot, version, arrays)
 
-    def encode(self, record: PromptRecord) -> tuple[float, Arrays]:
-        """Seconds, and the conditioning of one prompt: two returns, so that the driver reads the first alone."""
+    def encode(self, records: list[PromptRecord]) -> tuple[EncodeMeta | Arrays, ...]:
+        """Metadata, and the conditioning of each prompt: 1 + k returns, so that each goes its own way."""
         from flowgrpo_ray import device as devices
 
         with devices.Stopwatch(self.sampler.policy.device) as watch:
-            conditioning = self.sampler.encode(record)
-        return watch.seconds, conditioning
+            conditionings = self.sampler.encode_all(records)
+        sizes = tuple(sum(array.nbytes for array in arrays.values()) for arrays in conditionings)
+        return EncodeMeta(watch.seconds, sizes), *conditionings
 
     def sample(
         self, request: SampleRequest, negative: Arrays | None, *conditionings: Arrays

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import ray
+from ray.exceptions import ObjectLostError
 
 from actors.dispatch import Task
 from actors.pool import ActorPool
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, first_line
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
+from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta, SampleRequest
 
 log = logging.getLogger(__name__)
 
+MAX_PROMPTS = 64  # of one encode call with offloaded encoders
 MAX_ATTEMPTS = 3  # an exception of the model's own code (out of memory, say) is tried on other actors before it ends the run
 
 
@@ -26,25 +29,38 @@ class Sampling:
     data, while the request submitted again names the version that it wants."""
 
     def __init__(self, config: Config, pool: ActorPool) -> None:
-        self._timeout = config.pools.rollout.timeout_s
+        self._timeout, self._offload = config.pools.rollout.timeout_s, config.model.offload_encoders
         self._pool = pool
         self._negatives: dict[str, ray.ObjectRef] = {}
         self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
         self.peak_memory = 0  # largest accelerator bytes of a call
 
-    def encode(self, record: PromptRecord, order: tuple, on_ref: Callable[[ray.ObjectRef], None]) -> None:
-        """Encode one prompt; `on_ref` gets the ref of its conditioning."""
+    def encode(
+        self, records: Sequence[PromptRecord], orders: Sequence[tuple], on_ref: Callable[[int, ray.ObjectRef, int], None]
+    ) -> None:
+        """Encode prompts; `on_ref` gets the place of each in `records`, the ref of its conditioning and its bytes.
 
-        def done(seconds: float, rest: list[ray.ObjectRef]) -> None:
-            self.seconds["encode"] += seconds
-            on_ref(rest[0])
+        Where encoders are offloaded, a call takes many prompts, as every call moves them to the GPU and back. The bits of a
+        conditioning do not depend on the others of its call.
+        """
+        share = math.ceil(len(records) / len(self._pool.members))
+        size = min(MAX_PROMPTS, max(1, share)) if self._offload else 1
+        for first in range(0, len(records), size):
+            part = list(records[first : first + size])
 
-        self._submit(f"encode {record.prompt[:40]!r}", "encode", (record,), order, done, num_returns=2)
+            def done(meta: EncodeMeta, refs: list[ray.ObjectRef], first: int = first) -> None:
+                self.seconds["encode"] += meta.seconds
+                for number, (ref, nbytes) in enumerate(zip(refs, meta.sizes, strict=True), first):
+                    on_ref(number, ref, nbytes)
 
-    def encode_negative(self, text: str) -> None:
-        """Encode a negative prompt, once per run and text."""
-        self.encode(PromptRecord(prompt=text), (-1,), lambda ref: self._negatives.__setitem__(text, ref))
+            what = f"encode {part[0].prompt[:40]!r}" + (f" and {len(part) - 1} more" if len(part) > 1 else "")
+            self._submit(what, "encode", (part,), orders[first], done, num_returns=1 + len(part))
+
+    def encode_negatives(self, texts: Sequence[str]) -> None:
+        """Encode negative prompts, each once per run."""
+        self.encode([PromptRecord(prompt=text) for text in texts], [(-1,)] * len(texts),
+                    lambda number, ref, _: self._negatives.__setitem__(texts[number], ref))
 
     def has_negative(self, text: str) -> bool:
         return text in self._negatives
@@ -55,8 +71,10 @@ class Sampling:
     def sample(
         self, what: str, order: tuple, request: SampleRequest, negative: str | None, conditionings: Sequence[ray.ObjectRef],
         on_sample: Callable[[SampleMeta, ray.ObjectRef, ray.ObjectRef], None],
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Sample one shard; `on_sample` gets its metadata and the refs of its images and trajectory."""
+        """Sample one shard; `on_sample` gets its metadata and the refs of its images and trajectory. `on_lost` is called
+        instead if a conditioning is lost, with the node that held it."""
 
         def done(meta: SampleMeta, rest: list[ray.ObjectRef]) -> None:
             startup.reached("first image")
@@ -66,16 +84,22 @@ class Sampling:
             on_sample(meta, *rest)
 
         args = (request, self.negative(negative), *conditionings)
-        self._submit(f"sample {what}", "sample", args, order, done, num_returns=3)
+        self._submit(f"sample {what}", "sample", args, order, done, num_returns=3, on_lost=on_lost)
 
     def _submit(
-        self, what: str, method: str, args: tuple, order: tuple, done: Callable[..., None], *, num_returns: int
+        self, what: str, method: str, args: tuple, order: tuple, done: Callable[..., None], *, num_returns: int,
+        on_lost: Callable[[], None] | None = None,
     ) -> None:
-        task = Task(what, method, args, order, self._timeout, done, lambda error: self._failed(task, error), num_returns)
+        task = Task(what, method, args, order, self._timeout, done, lambda error: self._failed(task, error, on_lost),
+                    num_returns)
         self._pool.submit(task)
 
-    def _failed(self, task: Task, error: Exception) -> None:
+    def _failed(self, task: Task, error: Exception, on_lost: Callable[[], None] | None) -> None:
         """Each attempt goes to an actor that has not failed the task; the last one to a new actor, if all have."""
+        if on_lost is not None and isinstance(error, ObjectLostError):
+            log.warning("%s: what it needs is lost (%s); it is made again", task.what, first_line(error))
+            on_lost()
+            return
         if isinstance(error, SyncError | ConfigError):
             raise error  # trying again cannot help
         if task.attempts >= MAX_ATTEMPTS:

@@ -237,21 +237,18 @@ def sample(
         lora.attach(policy, LoraSection(init_from=adapter), config.train.seed)
     sampler = Sampler(policy, config)
     out.mkdir(parents=True, exist_ok=True)
-    encoded: dict[str, Any] = {}
-
-    def encode(text: str) -> Any:
-        if text not in encoded:
-            encoded[text] = sampler.encode(PromptRecord(prompt=text))
-        return encoded[text]
-
+    shards = plan_evaluation(config, records)
+    negatives = {negative for shard in shards if (negative := evaluation_negative(config, shard)) is not None}
+    texts = list(dict.fromkeys([*sorted(negatives), *(records[p].prompt for shard in shards for p in shard.prompts)]))
+    encoded = dict(zip(texts, sampler.encode_all([PromptRecord(prompt=text) for text in texts]), strict=True))
     digits, made = len(str(max(len(records) - 1, 99))), []
-    for shard in plan_evaluation(config, records):
+    for shard in shards:
         request = evaluation_request(config, records, shard, run_id="sample", slot="policy", version=0)
         if sde:
             request = replace(request, window=(0, request.num_steps - 1))
         negative = evaluation_negative(config, shard)
-        latents, _ = sampler.denoise(request, "", None if negative is None else encode(negative),
-                                     *(encode(records[p].prompt) for p in shard.prompts))
+        latents, _ = sampler.denoise(request, "", None if negative is None else encoded[negative],
+                                     *(encoded[records[p].prompt] for p in shard.prompts))
         images = policy.decode(latents, shard.height, shard.width)
         values = policy.decode_float(latents, shard.height, shard.width).cpu().numpy() if floats else None
         for row, (prompt, image) in enumerate(shard.counted):

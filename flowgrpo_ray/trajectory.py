@@ -97,6 +97,14 @@ class SampleMeta:
 
 
 @dataclass(frozen=True)
+class EncodeMeta:
+    """The small part of an encoding result: wall time of the call, and the bytes of each prompt's conditioning."""
+
+    seconds: float
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SyncReply:
     """An actor's answer to a weight refresh: what it reads back from the bound parameters. `previous` is the version
     that the slot held before, and `changed` how many tensors differ from it (both -1 where it held none)."""
@@ -130,5 +138,5 @@ class ExportInfo:
     norms: dict[str, float] = field(default_factory=dict)  # metrics of the adapter
 
 
-__all__ = ["Arrays", "ExportInfo", "GroupScores", "SampleMeta", "SampleRequest", "ShardPlan", "SyncReply", "Trajectory",
-           "from_wire", "to_wire"]
+__all__ = ["Arrays", "EncodeMeta", "ExportInfo", "GroupScores", "SampleMeta", "SampleRequest", "ShardPlan", "SyncReply",
+           "Trajectory", "from_wire", "to_wire"]

@@ -10,9 +10,9 @@ from actors.rollout import RolloutActor
 class BigObjects(RolloutActor):
     """Real samples, enlarged on the wire: images 16 times along each side, the conditioning with 1.5 MiB of ballast."""
 
-    def encode(self, record):
-        seconds, conditioning = super().encode(record)
-        return seconds, {**conditioning, "ballast": np.ones((1, 3 << 17), np.float32)}
+    def encode(self, records):
+        meta, *conditionings = super().encode(records)
+        return meta, *({**part, "ballast": np.ones((1, 3 << 17), np.float32)} for part in conditionings)
 
     def sample(self, request, negative, *conditionings):
         plain = [{key: value for key, value in part.items() if key != "ballast"} for part in conditionings]

@@ -188,7 +188,9 @@ class Policy(ABC):
 
     @torch.no_grad()
     def encode(self, records: Sequence[PromptRecord]) -> dict[str, np.ndarray]:
-        """Encode the prompts of k records, in one batch (bits depend on k).
+        """Encode the prompts of k records, each in a forward of its own, so that its bits do not depend on the others.
+
+        Offloaded encoders go to the device once and back once.
 
         Only `record.prompt` is read; a negative prompt is encoded as a record of its own.
 
@@ -198,11 +200,11 @@ class Policy(ABC):
         if any(getattr(self.pipeline, name) is None for name in self.encoders):
             raise RuntimeError("this policy was loaded without its text encoders (parts='learner')")
         try:
-            tensors = self._encode([record.prompt for record in records])
+            parts = [self._encode([record.prompt]) for record in records]
         finally:
             for hook in self._offload_hooks:
                 hook.offload()
-        return {name: to_wire(tensor.to(self.dtype)) for name, tensor in tensors.items()}
+        return {name: to_wire(torch.cat([part[name] for part in parts]).to(self.dtype)) for name in parts[0]}
 
     @abstractmethod
     def _encode(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -76,10 +76,14 @@ class Sampler:
         self.kernel = kernel_of(config)
         self.slots = slots or AdapterSlots(policy)
 
-    @torch.no_grad()
     def encode(self, record: PromptRecord) -> Arrays:
-        """Conditioning of one prompt (one per call: bits depend on batch shape), axis 0 = prompt, length 1."""
-        return self.policy.encode([record])
+        """Conditioning of one prompt, axis 0 = prompt, length 1."""
+        return self.encode_all([record])[0]
+
+    def encode_all(self, records: Sequence[PromptRecord]) -> list[Arrays]:
+        """Conditioning of each prompt as `encode` gives it, with one move of offloaded encoders for all."""
+        arrays = self.policy.encode(records)
+        return [{name: array[row : row + 1] for name, array in arrays.items()} for row in range(len(records))]
 
     @torch.no_grad()
     def sample(

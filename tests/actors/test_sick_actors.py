@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from actors.scoring import Scoring
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import SampleMeta
+from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta
 
 CONFIG = load(None, {"rewards": {"jpeg_compressibility": {}}})
 
@@ -28,8 +29,8 @@ CONFIG = load(None, {"rewards": {"jpeg_compressibility": {}}})
 class Site:
     """A pool of actors that a test plays: `sick[incarnation]` fails every call but the first, `ready`."""
 
-    def __init__(self, replicas: int, sick: set[int] = frozenset(), bad_calls: set = frozenset(), **more) -> None:
-        self.sick, self.bad_calls = set(sick), set(bad_calls)
+    def __init__(self, replicas: int, sick: set[int] = frozenset(), bad_calls: Collection = (), **more) -> None:
+        self.sick, self.bad_calls = set(sick), list(bad_calls)
         self.handles: list[Handle] = []
         self.did: list[tuple[int, object]] = []  # (incarnation, first argument), those that failed too
         self.pool = ActorPool("worker", replicas, self.spawn, start_timeout_s=60, max_deaths=16,
@@ -177,9 +178,9 @@ def test_whatever_the_order_every_task_is_done_while_fewer_actors_are_sick_than_
 
 def test_a_task_that_all_have_failed_gets_a_new_actor_for_its_last_attempt():
     site = Site(1, sick={0})
-    site.answer = lambda *_: 0.0
+    site.answer = lambda *_: EncodeMeta(0.0, (8,))
     sampling, refs = Sampling(CONFIG, site.pool), []
-    sampling.encode(PromptRecord("a cat"), (0,), refs.append)
+    sampling.encode([PromptRecord("a cat")], [(0,)], lambda *ref: refs.append(ref))
     site.play()
     assert len(refs) == 1 and [incarnation for incarnation, _ in site.did] == [0, 0, 1]
     assert site.pool.counts["taken_out"] == 1
@@ -194,10 +195,9 @@ def test_attempts_of_sampling_go_to_different_actors():
         sampling.sample(f"shard {number}", (number,), number, None, [], lambda *answer: ends.append(answer))
     site.play()
     assert len(ends) == 24 and sampling.calls["sample"] == 24
-    cat = PromptRecord("a cat")
-    site = Site(4, bad_calls={cat})
+    site = Site(4, bad_calls={"request"})
     with pytest.raises(FlowGrpoError, match="failed 3 times: RuntimeError: CUDA error"):
-        Sampling(CONFIG, site.pool).encode(cat, (0,), lambda *_: None) or site.play()
+        Sampling(CONFIG, site.pool).sample("shard", (0,), "request", None, [], print) or site.play()
     assert len(set(site.did)) == 3
 
 

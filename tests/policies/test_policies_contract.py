@@ -66,10 +66,21 @@ def test_offloaded_encoders_give_the_same_arrays_and_are_put_back(fresh, shared,
     for hook in policy._offload_hooks:
         original = hook.offload
         monkeypatch.setattr(hook, "offload", lambda original=original: (put_back.append(1), original()))
-    record = [PromptRecord("a red cat")]
-    for name, array in shared(kind).encode(record).items():
-        np.testing.assert_array_equal(policy.encode(record)[name], array)
-    assert len(put_back) == 2 * len(encoders)
+    records = [PromptRecord("a red cat"), PromptRecord("blue dog 7"), PromptRecord("")]
+    arrays = policy.encode(records)
+    assert len(put_back) == len(encoders), "once for all prompts"
+    for row, record in enumerate(records):  # each in a forward of its own: the same bits alone and among others
+        for name, array in shared(kind).encode([record]).items():
+            np.testing.assert_array_equal(arrays[name][row : row + 1], array)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_prompt_has_a_forward_of_its_own(fresh, kind, monkeypatch):
+    policy, batches = fresh(kind), []
+    encode = policy._encode
+    monkeypatch.setattr(policy, "_encode", lambda prompts: (batches.append(prompts), encode(prompts))[1])
+    policy.encode([PromptRecord(prompt) for prompt in PROMPTS])
+    assert batches == [[prompt] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
