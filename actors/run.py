@@ -23,6 +23,7 @@ from flowgrpo_ray import startup, trackers, waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.inputs import identify, pin_model
 from flowgrpo_ray.metrics import Row
+from flowgrpo_ray.plan import padding_note
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.recorder import Recorder
 from flowgrpo_ray.trajectory import Arrays
@@ -92,6 +93,8 @@ def train(
     inputs = check(config)
     pin_model(config)
     startup.reached("checks")
+    if note := padding_note(config):
+        observer.say(note)
     recorder = Recorder(config, identify(config))
     try:
         if recorder.start_step >= config.run.steps:

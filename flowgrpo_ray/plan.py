@@ -7,13 +7,14 @@ the result. Bits depend on batch shape: every piece of work has the shape that t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from flowgrpo_ray.config import Config
+from flowgrpo_ray.config import Config, divisors
 from flowgrpo_ray.prompts import PromptRecord
 
 
@@ -125,6 +126,56 @@ def micro_steps(shards: Sequence[ShardPlan], world_size: int) -> list[tuple[Rank
         row += [RankShard(shards[start], 0.0)] * (world_size - len(row))
         out.append(tuple(row))
     return out
+
+
+def _shards_per_update(config: Config, micro_batch: int, batch_groups: int) -> int:
+    """Training shards of an update whose groups are of one size and negative prompt; else there may be more."""
+    groups = config.sampling.groups_per_step // config.train.updates_per_step
+    return math.ceil(groups / batch_groups) * config.sampling.group_size // micro_batch
+
+
+def _useful(shards: int, ranks: int) -> float:
+    return shards / (math.ceil(shards / ranks) * ranks)
+
+
+def useful_share(config: Config) -> float:
+    """Share of an update's micro-steps, over all ranks, that is not padding (see `micro_steps`)."""
+    shards = _shards_per_update(config, config.train_micro_batch, config.train_batch_groups)
+    return _useful(shards, config.pools.learner.replicas)
+
+
+def padding_note(config: Config, enough: float = 0.9) -> str | None:
+    """What to say if less than `enough` of the learners' work is useful, with the next better micro-batch.
+
+    That is the largest smaller one with `enough`, else the best of the smaller ones, else of the larger ones
+    (which need more memory); if none is better, the next smaller number of ranks. Where micro-batches span
+    groups it is the number of groups that changes.
+    """
+    share, ranks, t = useful_share(config), config.pools.learner.replicas, config.train
+    if share >= enough:
+        return None
+    micro_batch, groups = config.train_micro_batch, config.train_batch_groups
+    if groups > 1:
+        key, own, now = "batch_groups", t.batch_groups, groups
+        shards = {n: _shards_per_update(config, micro_batch, n) for n in range(1, groups)}
+    else:
+        key, own, now = "micro_batch", t.micro_batch, micro_batch
+        shards = {n: _shards_per_update(config, n, 1) for n in divisors(config.sampling.group_size)}
+    better = {n: value for n, count in shards.items() if (value := _useful(count, ranks)) > share}
+    smaller = [n for n in better if n < now]
+    best = max((n for n in smaller if better[n] >= enough), default=None)
+    if best is None:
+        best = max(smaller or better, key=better.get, default=None)
+    if best is not None:
+        section = "sampling" if own is None else "train"
+        advice = f"{section}.{key}={best} makes it {better[best]:.0%}"
+    else:
+        count = _shards_per_update(config, micro_batch, groups)
+        fitting = max(n for n in range(1, ranks) if _useful(count, n) >= enough)
+        advice = (f"no other {key} is better; pools.learner.replicas={fitting} is busy for "
+                  f"{_useful(count, fitting):.0%}")
+    return (f"{share:.0%} of the work of {ranks} learner ranks is useful, the rest pads the last micro-step of "
+            f"an update: {advice}")
 
 
 def split_groups(

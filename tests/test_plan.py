@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowgrpo_ray.config import divisors, from_tree
+from flowgrpo_ray.config import divisors, from_tree, load
 from flowgrpo_ray.plan import (
     micro_steps,
     noise_seed,
+    padding_note,
     plan_evaluation,
     plan_step,
     prompt_index,
     split_groups,
+    useful_share,
     window_of,
 )
 from flowgrpo_ray.prompts import PromptRecord
@@ -241,3 +244,38 @@ def test_evaluation_of_the_first_prompts_only():
     config = configuration()
     config.eval.num_prompts = 3
     assert {prompt for shard in plan_evaluation(config, RECORDS) for prompt, _ in shard.items} == {0, 1, 2}
+
+
+SD35 = str(Path(__file__).parents[1] / "configs" / "sd35_medium_ocr.yaml")
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "share", "advice"), [
+    (8, {}, 1.0, None),
+    (24, {}, 1.0, None),
+    (16, {}, 0.9, None),
+    (32, {}, 0.75, "sampling.micro_batch=6 makes it 100%"),
+    (64, {}, 0.5625, "sampling.micro_batch=3 makes it 100%"),
+    (32, {"train.micro_batch": 8}, 0.75, "train.micro_batch=6 makes it 100%"),
+    (128, {"sampling.micro_batch": 2}, 0.75, "sampling.micro_batch=1 makes it 90%"),
+    (1000, {}, 0.072, "sampling.micro_batch=1 makes it 58%"),
+    (600, {"sampling.micro_batch": 1}, 0.96, None),
+    (8, {"sampling.micro_batch": 24, "sampling.batch_groups": 2}, 0.75, "sampling.batch_groups=1 makes it 100%"),
+    (700, {"sampling.micro_batch": 1}, 576 / 700, "no other micro_batch is better; pools.learner.replicas=640 is busy for 90%"),
+])
+def test_padding_at_many_ranks_is_said_with_the_next_better_micro_batch(ranks, overrides, share, advice):
+    config = load(SD35, {"pools.learner.replicas": ranks, **overrides})
+    assert useful_share(config) == pytest.approx(share)
+    note = padding_note(config)
+    assert (note is None) == (advice is None)
+    if note:
+        assert note.startswith(f"{share:.0%} of the work of {ranks} learner ranks is useful") and advice in note
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8, 32, 64])
+@pytest.mark.parametrize("overrides", [{}, {"sampling.micro_batch": 24, "sampling.batch_groups": 5}])
+def test_the_useful_share_is_that_of_the_plan(ranks, overrides):
+    config = load(SD35, {"pools.learner.replicas": ranks, **overrides})
+    plan = plan_step(config, [PromptRecord("a")], 0)
+    rows = [row for u in range(len(plan.updates)) for row in micro_steps(plan.train_shards(u), ranks)]
+    work = [part for row in rows for part in row]
+    assert sum(part.weight for part in work) / len(work) == pytest.approx(useful_share(config))
