@@ -1,4 +1,4 @@
-"""Who may do a task of a pool: what a task and an actor have been through, and which actors that leaves.
+"""Who may do a task of a pool: what it and the actors have been through, and whom that leaves.
 
 Nothing here calls Ray.
 """
@@ -14,18 +14,21 @@ import ray
 
 from flowgrpo_ray.errors import FlowGrpoError
 
-Checked = list[tuple[ray.ObjectRef, Callable[[Any], None]]]  # calls, each with a check of its answer
+Checked = list[
+    tuple[ray.ObjectRef, Callable[[Any], None]]
+]  # calls, each with a check of its answer
 
 
 @dataclass(eq=False)
 class Task:
     """One call on any actor of a pool.
 
-    `on_done(value, rest)` gets the first return's value and the refs of the others; `on_failed(error)` an exception of
-    the call, a `TimeoutError`, or `ActorKilledError` after the task has killed two actors. It may give the task to the pool
-    again with `submit_again`.
+    `on_done(value, rest)` gets the first return's value and the refs of the others;
+    `on_failed(error)` an exception of the call, a `TimeoutError`, or `ActorKilledError` after the
+    task has killed two actors. It may give the task to the pool again with `submit_again`.
 
-    Where `fill` is not 0, tasks of its `kind` that wait behind it in the queue are joined to it by `join` up to that `size`.
+    Where `fill` is not 0, tasks of its `kind` that wait behind it in the queue are joined to it by
+    `join` up to that `size`.
     """
 
     what: str  # for people: logs and errors
@@ -43,8 +46,8 @@ class Task:
     join: Callable[[list[Task]], Task] | None = None
     kills: int = 0
     attempts: int = 1  # 1 + the times that it was submitted again
-    failed_on: set[int] = field(default_factory=set)  # incarnations of actors that answered it with an exception
-    settled: bool = False  # its end was told; where it was given twice, the other call may still be running
+    failed_on: set[int] = field(default_factory=set)  # incarnations of actors that failed it
+    settled: bool = False  # its end was told; if it was given twice, the other call may still run
 
 
 class ActorKilledError(FlowGrpoError):
@@ -58,8 +61,8 @@ class NoActorError(FlowGrpoError):
 class FailureRecord:
     """Failures of one actor since its last success, for each method by itself.
 
-    A failure is open until another actor has made the same call: if that one does it well, the failure is the actor's
-    own; if nobody does, it was the call's, and is forgotten.
+    A failure is open until another actor has made the same call: if that one does it well, the
+    failure is the actor's own; if nobody does, it was the call's, and is forgotten.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class FailureRecord:
         self._open.append(call)
 
     def succeeded(self, method: str) -> None:
-        """The actor has done a call of this method: what it failed at before was no lasting fault."""
+        """A call of this method went well: what the actor failed at before was no lasting fault."""
         self._open = [call for call in self._open if call.method != method]
         self._own.pop(method, None)
 
@@ -125,13 +128,13 @@ class Member:
 
 
 def trusted(members: Sequence[Member], max_failures: int) -> list[Member]:
-    """Living actors, without those whose last failures may all be their own; all of them, if no other is left."""
+    """Living actors but those whose last failures may all be their own; all, if none is left."""
     living = [m for m in members if m.handle is not None]
     return [m for m in living if m.record.possible < max_failures] or living
 
 
 def candidates(task: Task, members: Sequence[Member], max_failures: int) -> list[Member]:
-    """Actors that may do a task: of one that has failed, those that did not fail it, the least suspect of them."""
+    """Actors that may do a task; of one that has failed, the least suspect that did not fail it."""
     others = [m for m in members if m.handle is not None and m.incarnation not in task.failed_on]
     if not task.failed_on or not others:
         return trusted(members, max_failures)
@@ -139,22 +142,29 @@ def candidates(task: Task, members: Sequence[Member], max_failures: int) -> list
     return [m for m in others if m.record.possible == least]
 
 
-def match(queue: Sequence[Task], members: Sequence[Member], depth: int, max_failures: int) -> tuple[int, Member] | None:
-    """Place in the queue of the first task that some actor is free for, and the least loaded such actor.
+def match(
+    queue: Sequence[Task], members: Sequence[Member], depth: int, max_failures: int
+) -> tuple[int, Member] | None:
+    """Place in the queue of the first task that an actor is free for, and the least loaded one.
 
-    The last tasks, one for each actor, wait for an actor with nothing to do: none of them shall wait behind a call of one
-    actor while another is idle. And a task that may have killed an actor has its second one for itself: the answer of a
-    call that came before a death can be lost with it, and must not be held against that call twice. An actor whose last
-    call failed has one at a time.
+    The last tasks, one for each actor, wait for an actor with nothing to do: none of them shall
+    wait behind a call of one actor while another is idle. And a task that may have killed an actor
+    has its second one for itself: the answer of a call that came before a death can be lost with
+    it, and must not be held against that call twice. An actor whose last call failed has one at a
+    time.
     """
     last = len(queue) < len(trusted(members, max_failures))
     for position, task in enumerate(queue):
         room = 1 if task.kills or last else depth
-        free = [m for m in candidates(task, members, max_failures)
-                if m.ready and len(m.running) < (1 if m.record.possible else room)
-                and not any(running.task.kills for running in m.running.values())]
+        free = [
+            m
+            for m in candidates(task, members, max_failures)
+            if m.ready
+            and len(m.running) < (1 if m.record.possible else room)
+            and not any(running.task.kills for running in m.running.values())
+        ]
         if free:
             return position, min(free, key=lambda m: (len(m.running), m.index))
         if not task.failed_on:
-            return None  # a task that waits for certain actors lets others by, and any other task waits for all
+            return None  # only a task that waits for certain actors lets others by
     return None

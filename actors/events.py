@@ -13,8 +13,10 @@ from flowgrpo_ray import signals
 from flowgrpo_ray.errors import FlowGrpoError
 
 
-def wait_for_events(pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float) -> set[ray.ObjectRef]:
-    """Block until some call of the pools or of `others` is finished, or the next deadline has passed.
+def wait_for_events(
+    pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float
+) -> set[ray.ObjectRef]:
+    """Block until a call of the pools or of `others` is finished, or the next deadline has passed.
 
     Raises:
         FlowGrpoError: nothing is in flight (a wait that could never end).

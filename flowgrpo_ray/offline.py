@@ -249,8 +249,11 @@ def sample(
         negative = evaluation_negative(config, shard)
         latents, _ = sampler.denoise(request, "", None if negative is None else encoded[negative],
                                      *(encoded[records[p].prompt] for p in shard.prompts))
-        images = policy.decode(latents, shard.height, shard.width)
-        values = policy.decode_float(latents, shard.height, shard.width).cpu().numpy() if floats else None
+        images = sampler.decode(latents, shard.height, shard.width)
+        values = None
+        if floats:
+            values = np.concatenate([part.cpu().numpy() for part in policy.decode_parts(
+                latents, shard.height, shard.width, config.sampling.decode_batch)])
         for row, (prompt, image) in enumerate(shard.counted):
             path = out / f"{prompt:0{digits}d}_{image:02d}.png"
             png = encode_png(images[row])

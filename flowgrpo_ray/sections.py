@@ -116,6 +116,8 @@ class SamplingConfig(Section):
     micro_batch: Positive = Field(8, description="Samples per shard, the unit of work; it divides group_size")
     batch_groups: Positive = Field(
         1, description="Groups per micro-batch, of one size and with one window; more than 1 needs micro_batch = group_size")
+    decode_batch: Positive | None = Field(
+        None, description="Images that the VAE decodes at a time; default as many as make 1024 x 1024 pixels, at least 1")
     shared_initial_noise: bool = Field(False, description="All samples of a group start from the same noise")
     max_staleness: NonNegative = Field(0, description="Steps that a sample's weights may lag; only 0 (on-policy) yet")
 

@@ -1,4 +1,4 @@
-"""Ray as far as a pool of actors uses it, in one thread: a test says which call ends next, and how each actor does."""
+"""Ray as far as a pool of actors uses it, in one thread: a test says which call ends next."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class FakeRay:
         return ref.value
 
     @staticmethod
-    def wait(refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
+    def wait(
+        refs: list[Ref], num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Ref], list[Ref]]:
         return [ref for ref in refs if ref.ended], [ref for ref in refs if not ref.ended]
 
     @staticmethod

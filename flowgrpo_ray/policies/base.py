@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +24,16 @@ from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.trajectory import to_wire
 
 ATTENTION = "native"  # of diffusers' backends
+# One image of 1024 x 1024, four of 512 x 512: about 3 GiB in the VAE of SD3.5 and FLUX.
+DECODE_PIXELS = 1 << 20
+
+
+def decode_batch(height: int, width: int) -> int:
+    """Latents that the VAE decodes at a time: as many as make `DECODE_PIXELS`, at least one.
+
+    A function of the image size alone, as bits depend on the shape of a batch.
+    """
+    return max(1, DECODE_PIXELS // (height * width))
 
 
 @dataclass
@@ -251,7 +261,7 @@ class Policy(ABC):
 
     @torch.inference_mode()
     def decode_float(self, x: Tensor, height: int, width: int) -> Tensor:
-        """Images of latents x [m, *latent_shape]: float32 [m, 3, H, W] in [0, 1], decoded as the stock does."""
+        """Images of latents x [m, *latent_shape]: float32 [m, 3, H, W] in [0, 1], decoded as the stock does, in one batch."""
         vae = self.pipeline.vae
         if vae is None:
             raise RuntimeError("this policy was loaded without its VAE (parts='learner')")
@@ -259,10 +269,25 @@ class Policy(ABC):
         images = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
         return (images.float() * 0.5 + 0.5).clamp(0.0, 1.0)
 
-    def decode(self, x: Tensor, height: int, width: int) -> np.ndarray:
-        """Images of latents x [m, *latent_shape]: uint8 [m, H, W, 3] on the CPU."""
-        images = self.decode_float(x, height, width).permute(0, 2, 3, 1).cpu().numpy()
-        return np.ascontiguousarray((images * 255).round().astype(np.uint8))
+    def decode_parts(
+        self, x: Tensor, height: int, width: int, batch: int | None = None
+    ) -> Iterator[Tensor]:
+        """`decode_float` of `batch` latents at a time (the last of them may be fewer).
+
+        The default is `decode_batch(height, width)`. The bits of an image depend on it.
+        """
+        for part in x.split(batch or decode_batch(height, width)):
+            yield self.decode_float(part, height, width)
+
+    @torch.inference_mode()
+    def decode(self, x: Tensor, height: int, width: int, batch: int | None = None) -> np.ndarray:
+        """Images of latents x [m, *latent_shape]: uint8 [m, H, W, 3] on the CPU.
+
+        Decoded as `decode_parts` does, and rounded on the device: a quarter of the bytes is copied.
+        """
+        return np.concatenate([
+            (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+            for images in self.decode_parts(x, height, width, batch)])
 
     def _unpack(self, x: Tensor, height: int, width: int) -> Tensor:
         """Latents in the VAE's layout [m, C, h, w]."""

@@ -73,6 +73,7 @@ class Sampler:
 
     def __init__(self, policy: Policy, config: Config, slots: AdapterSlots | None = None) -> None:
         self.policy = policy
+        self._decode_batch = config.sampling.decode_batch
         self.kernel = kernel_of(config)
         self.slots = slots or AdapterSlots(policy)
 
@@ -84,6 +85,10 @@ class Sampler:
         """Conditioning of each prompt as `encode` gives it, with one move of offloaded encoders for all."""
         arrays = self.policy.encode(records)
         return [{name: array[row : row + 1] for name, array in arrays.items()} for row in range(len(records))]
+
+    def decode(self, x: torch.Tensor, height: int, width: int) -> np.ndarray:
+        """Images of latents x [m, *latent_shape] as a run makes them: uint8 [m, H, W, 3]."""
+        return self.policy.decode(x, height, width, self._decode_batch)
 
     @torch.no_grad()
     def sample(
@@ -99,7 +104,7 @@ class Sampler:
         with Stopwatch(self.policy.device) as watch:
             digest = self.slots.bind(request.slot, request.version)
             x, trajectory = self.denoise(request, digest, negative, *conditionings)
-            images = self.policy.decode(x, request.height, request.width)
+            images = self.decode(x, request.height, request.width)
         pngs = tuple(encode_png(images[i]) for i in request.png)
         meta = SampleMeta(request.version, digest, watch.seconds, watch.cpu_seconds, trajectory.nbytes,
                           peak_memory_bytes(self.policy.device), pngs)

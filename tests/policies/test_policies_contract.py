@@ -10,7 +10,7 @@ from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, noise
 from torch import nn
 
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.policies.base import Conditioning
+from flowgrpo_ray.policies.base import Conditioning, decode_batch
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import from_wire
 
@@ -122,6 +122,35 @@ def test_a_float16_model_decodes_with_a_float32_vae(fresh):
     assert {param.dtype for param in policy.pipeline.vae.parameters()} == {torch.float32}
     reference = fresh("sd3_no_t5").decode_float(noise(policy), HEIGHT, WIDTH)
     assert (policy.decode_float(noise(policy), HEIGHT, WIDTH) - reference).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(None, [5]), (2, [2, 2, 1]), (9, [5])])
+def test_the_vae_decodes_in_micro_batches_of_its_own(shared, batch, sizes, monkeypatch):
+    policy, seen = shared("sd3_no_t5"), []
+    decode, x = policy.pipeline.vae.decode, noise(policy, 5)
+    monkeypatch.setattr(
+        policy.pipeline.vae, "decode",
+        lambda latents, **more: (seen.append(len(latents)), decode(latents, **more))[1])
+    images = policy.decode(x, HEIGHT, WIDTH, batch)
+    assert seen == sizes and images.shape == (5, HEIGHT, WIDTH, 3)
+    floats = torch.cat(list(policy.decode_parts(x, HEIGHT, WIDTH, batch)))
+    rounded = (floats.permute(0, 2, 3, 1).cpu().numpy() * 255).round().astype(np.uint8)
+    assert images.tobytes() == rounded.tobytes(), "the bits of rounding in NumPy"
+
+
+@pytest.mark.parametrize(("size", "images"), [
+    ((1024, 1024), 1), ((1536, 1024), 1), ((512, 512), 4), ((256, 256), 16), ((32, 64), 512)])
+def test_the_default_decodes_a_bounded_number_of_pixels_at_a_time(size, images):
+    assert decode_batch(*size) == images
+
+
+def test_halves_are_rounded_to_even_on_both_sides(shared, monkeypatch):
+    policy = shared("sd3_no_t5")
+    halves = (torch.arange(256, dtype=torch.float32) + 0.5) / 255
+    values = torch.stack([halves.clamp(max=1), torch.linspace(0, 1, 256), torch.rand(256)])
+    monkeypatch.setattr(policy, "decode_float", lambda *_: values[None, :, None])
+    rounded = (values.numpy() * 255).round().astype(np.uint8)
+    assert policy.decode(torch.zeros(1), 1, 256)[0, 0].T.tobytes() == rounded.tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)
