@@ -132,7 +132,7 @@ class Controller:
             self.pools.append(self.rollouts)
         self._drive("actors to start", lambda: all(pool.all_ready for pool in self.pools))
         startup.reached("actors")
-        self.sampling = Sampling(config, self.rollouts)
+        self.sampling = Sampling(config, self.rollouts, self.inputs.family)
         self.scoring = Scoring(config, rewards)
         self._kept = KeptConditionings(KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0))
         self.rewards = rewards

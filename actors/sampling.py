@@ -15,6 +15,7 @@ from actors.pool import ActorPool
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, first_line
+from flowgrpo_ray.policies.source import CFG_FAMILIES
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta, SampleRequest
 
@@ -28,9 +29,9 @@ class Sampling:
     """Turns requests into tasks of the rollout pool. Ray never retries them: a retry under newer weights would relabel
     data, while the request submitted again names the version that it wants."""
 
-    def __init__(self, config: Config, pool: ActorPool) -> None:
+    def __init__(self, config: Config, pool: ActorPool, family: str) -> None:
         self._timeout, self._offload = config.pools.rollout.timeout_s, config.model.offload_encoders
-        self._pool = pool
+        self._pool, self._cfg = pool, family in CFG_FAMILIES
         self._negatives: dict[str, ray.ObjectRef] = {}
         self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
@@ -63,10 +64,12 @@ class Sampling:
                     lambda number, ref, _: self._negatives.__setitem__(texts[number], ref))
 
     def has_negative(self, text: str) -> bool:
-        return text in self._negatives
+        """Whether a negative prompt is encoded, or is of no use to a model of this family."""
+        return not self._cfg or text in self._negatives
 
     def negative(self, text: str | None) -> ray.ObjectRef | None:
-        return None if text is None else self._negatives[text]
+        """The conditioning of a negative prompt; None where there is no CFG pass."""
+        return self._negatives[text] if self._cfg and text is not None else None
 
     def sample(
         self, what: str, order: tuple, request: SampleRequest, negative: str | None, conditionings: Sequence[ray.ObjectRef],

@@ -227,7 +227,7 @@ def sample(
     from flowgrpo_ray.plan import noise_seed, plan_evaluation
     from flowgrpo_ray.policies import find, load_policy, lora, policy_class
     from flowgrpo_ray.samples import GridImage, png_grid
-    from flowgrpo_ray.sampling.requests import evaluation_negative, evaluation_request
+    from flowgrpo_ray.sampling.requests import evaluation_guidance, evaluation_negative, evaluation_request
     from flowgrpo_ray.sampling.sampler import Sampler, encode_png
 
     device = devices.configure_process(on_gpu=torch.cuda.is_available(), cpu_threads=config.model.cpu_threads)
@@ -238,7 +238,8 @@ def sample(
     sampler = Sampler(policy, config)
     out.mkdir(parents=True, exist_ok=True)
     shards = plan_evaluation(config, records)
-    negatives = {negative for shard in shards if (negative := evaluation_negative(config, shard)) is not None}
+    cfg = policy.uses_cfg(evaluation_guidance(config))
+    negatives = {evaluation_negative(config, shard) for shard in shards} if cfg else set()
     texts = list(dict.fromkeys([*sorted(negatives), *(records[p].prompt for shard in shards for p in shard.prompts)]))
     encoded = dict(zip(texts, sampler.encode_all([PromptRecord(prompt=text) for text in texts]), strict=True))
     digits, made = len(str(max(len(records) - 1, 99))), []
@@ -246,8 +247,8 @@ def sample(
         request = evaluation_request(config, records, shard, run_id="sample", slot="policy", version=0)
         if sde:
             request = replace(request, window=(0, request.num_steps - 1))
-        negative = evaluation_negative(config, shard)
-        latents, _ = sampler.denoise(request, "", None if negative is None else encoded[negative],
+        negative = encoded[evaluation_negative(config, shard)] if cfg else None
+        latents, _ = sampler.denoise(request, "", negative,
                                      *(encoded[records[p].prompt] for p in shard.prompts))
         images = sampler.decode(latents, shard.height, shard.width)
         values = None

@@ -11,13 +11,21 @@ from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import check_adapter, check_model
-from flowgrpo_ray.policies.source import ModelSource, check_size, component_config, vae_scale_factor
+from flowgrpo_ray.policies.source import (
+    CFG_FAMILIES,
+    ModelSource,
+    check_size,
+    component_config,
+    uses_cfg,
+    vae_scale_factor,
+)
 from flowgrpo_ray.policies.text import PromptReader
 from flowgrpo_ray.prompt_lengths import Span, check_lengths
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.rewards.base import prompt_problem, settings_of
 from flowgrpo_ray.rewards.registry import video_problem
+from flowgrpo_ray.sampling.requests import evaluation_guidance
 from flowgrpo_ray.sections import RewardConfig
 
 log = logging.getLogger(__name__)
@@ -29,10 +37,11 @@ LARGEST_WEIGHT = 1e6  # a larger one leaves nothing of the other scores in a flo
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads: training and evaluation prompts."""
+    """What a run reads: training and evaluation prompts, and the family of its model."""
 
     train: list[PromptRecord]
     eval: list[PromptRecord]
+    family: str
 
 
 def check(config: Config) -> Inputs:
@@ -62,16 +71,30 @@ def check(config: Config) -> Inputs:
     if config.lora.targets is not None or config.lora.init_from is not None:
         check_adapter(source, config.model, config.lora)
     train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
-    if not d.eval_prompts or d.eval_prompts == d.train_prompts:
-        return Inputs(train, train if d.eval_prompts else [])
-    evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
-    return Inputs(train, evaluation)
+    evaluation = []
+    if d.eval_prompts == d.train_prompts:
+        evaluation = train
+    elif d.eval_prompts:
+        evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
+    _tell_of_ignored_negatives(config, source.family, train if evaluation is train else train + evaluation)
+    return Inputs(train, evaluation, source.family)
+
+
+def _tell_of_ignored_negatives(config: Config, family: str, records: list[PromptRecord]) -> None:
+    scales = {config.sampling.guidance_scale, evaluation_guidance(config)}
+    own = sum(record.negative_prompt is not None for record in records)
+    given = ["data.negative_prompt"] * bool(config.data.negative_prompt)
+    given += [f"the negative_prompt of {own} records"] * bool(own)
+    if given and not any(uses_cfg(family, scale) for scale in scales):
+        why = ("guidance_scale is not above 1" if family in CFG_FAMILIES else
+               f"a model of the family {family} takes guidance as an input")
+        log.warning("%s: ignored, as %s: there is no CFG pass", " and ".join(given), why)
 
 
 def _warn_of_rounding(source: ModelSource, config: Config) -> None:
     """Log a warning if the base rounds more than the clip range lets pass, from a step's second update on."""
     limit = ROUNDING.get(config.model.dtype, 0.0)
-    if source.family == "sd3" and config.sampling.guidance_scale > 1:
+    if uses_cfg(source.family, config.sampling.guidance_scale):
         limit *= 10  # the difference of two velocities, times the guidance
     clip = min(config.loss.clip_low, config.loss.clip_high)
     if clip < limit and config.train.updates_per_step > 1:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from runs import small_config
+from tiny_pipelines import build
 
 from flowgrpo_ray import tiny
 from flowgrpo_ray.errors import ConfigError
@@ -203,3 +204,23 @@ def test_model_files_that_are_missing_or_damaged(tmp_path, damage, message):
     damage(folder)
     with pytest.raises(ConfigError, match=message):
         check(config)
+
+
+@pytest.mark.parametrize(("kind", "overrides", "message"), [
+    ("flux_dev", {"data.negative_prompt": "blurry", "sampling.guidance_scale": 3.5},
+     "data.negative_prompt: ignored, as a model of the family flux takes guidance as an input: there is no CFG pass"),
+    ("sd3_no_t5", {"data.train_prompts": "{own}"},
+     "the negative_prompt of 1 records: ignored, as guidance_scale is not above 1"),
+    ("sd3_no_t5", {"data.negative_prompt": "blurry", "eval.guidance_scale": 4.5}, None),
+    ("flux_dev", {"sampling.guidance_scale": 3.5}, None),
+])
+def test_negative_prompts_that_nothing_reads_are_said_to_be_ignored(kind, overrides, message, tmp_path, caplog):
+    prompts = tmp_path / "own.jsonl"
+    prompts.write_text('{"prompt": "a cat", "negative_prompt": "a dog"}\n{"prompt": "a cow"}\n')
+    overrides = {key: str(prompts) if value == "{own}" else value for key, value in overrides.items()}
+    model = build(kind, tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        inputs = check(small_config(tmp_path, "x", overrides={"model.path": str(model), **overrides}))
+    assert inputs.family == kind.partition("_")[0]
+    said = [record.message for record in caplog.records if "ignored" in record.message]
+    assert len(said) == bool(message) and all(message in text for text in said)

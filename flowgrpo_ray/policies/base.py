@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flowgrpo_ray import waiting
 from flowgrpo_ray.errors import ConfigError, DeadlineError
-from flowgrpo_ray.policies.source import ModelSource, find, vae_scale_factor
+from flowgrpo_ray.policies.source import ModelSource, find, uses_cfg, vae_scale_factor
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sections import ModelConfig
 from flowgrpo_ray.trajectory import to_wire
@@ -220,9 +220,9 @@ class Policy(ABC):
     def _encode(self, prompts: list[str]) -> dict[str, Tensor]:
         """Conditioning tensors [k, ...] of k prompts."""
 
-    @abstractmethod
     def uses_cfg(self, guidance: float) -> bool:
         """Whether `velocity` at this guidance needs the negative conditioning."""
+        return uses_cfg(self.family, guidance)
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

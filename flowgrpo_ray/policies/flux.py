@@ -41,9 +41,6 @@ class FluxPolicy(Policy):
             prompt=prompts, prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length)
         return {"prompt_embeds": embeds, "pooled": pooled}
 
-    def uses_cfg(self, guidance: float) -> bool:
-        return False
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """(tokens, channels of a packed token)."""
         rows, columns = self._grid(height, width)

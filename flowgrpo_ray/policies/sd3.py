@@ -47,10 +47,6 @@ class SD3Policy(Policy):
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
-    def uses_cfg(self, guidance: float) -> bool:
-        """CFG runs above 1; at 1 (and below) the conditional velocity is the answer, as in the stock pipeline."""
-        return guidance > 1
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """(channels, height / f, width / f)."""
         config = self.pipeline.transformer.config

@@ -13,6 +13,7 @@ from flowgrpo_ray.errors import ConfigError, first_line, nearest
 from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
+CFG_FAMILIES = ("sd3",)  # of the others guidance is an input of the model
 BUILTIN_MODELS = ("builtin:tiny",)
 INDEX_NAME = "model_index.json"
 LONGEST_SEQUENCE = 512  # the pipelines of both families refuse a longer T5 sequence
@@ -32,6 +33,11 @@ class ModelSource:
         """Whether the pipeline carries a component: [null, null] in the index means that it does not."""
         entry = self.index.get(component)
         return isinstance(entry, (list, tuple)) and entry[0] is not None
+
+
+def uses_cfg(family: str, guidance: float) -> bool:
+    """Whether a family runs a CFG pass, which needs the negative conditioning: only above a scale of 1, as the stock does."""
+    return family in CFG_FAMILIES and guidance > 1
 
 
 def check_model(model: ModelConfig) -> ModelSource:

@@ -1,4 +1,4 @@
-"""What is encoded when: many prompts in a call where encoders are offloaded, evaluation prompts once in a run."""
+"""Prompts per encode call: many if encoders are offloaded. Evaluation prompts: once in a run."""
 
 from __future__ import annotations
 
@@ -41,11 +41,17 @@ class Site:
 
     always_lost = False
 
-    def __init__(self, config, actors: int = 2) -> None:
+    def __init__(self, config, actors: int = 2, family: str = "sd3") -> None:
         self.config, self.handles, self.encoded, self.lost = config, [], [], set()
-        self.pool = ActorPool("rollout", actors, self.spawn, prepare=lambda handle: [(handle.ready.remote(), lambda _: None)],
-                              start_timeout_s=60, max_deaths=4)
-        self.sampling = Sampling(config, self.pool)
+        self.pool = ActorPool(
+            "rollout",
+            actors,
+            self.spawn,
+            prepare=lambda handle: [(handle.ready.remote(), lambda _: None)],
+            start_timeout_s=60,
+            max_deaths=4,
+        )
+        self.sampling = Sampling(config, self.pool, family)
         self.play()
 
     def spawn(self, index, incarnation):
@@ -58,7 +64,9 @@ class Site:
             return EncodeMeta(1.0, (SIZE,) * len(args[0]))
         if method == "sample" and (self.always_lost or self.lost & set(args[2:])):
             raise ObjectLostError("00" * 28, None, "")
-        return SampleMeta(0, "", 0.0, 0.0, pngs=(b"",) * len(args[0].png)) if method == "sample" else 1
+        return (
+            SampleMeta(0, "", 0.0, 0.0, pngs=(b"",) * len(args[0].png)) if method == "sample" else 1
+        )
 
     def play(self):
         while any(handle.calls for handle in self.handles):
@@ -70,7 +78,9 @@ class Site:
 
     def evaluate(self, kept):
         self.encoded.clear()
-        run = start_evaluation(self.config, RECORDS, "policy", 0, "run", self.sampling, Scored(), kept)
+        run = start_evaluation(
+            self.config, RECORDS, "policy", 0, "run", self.sampling, Scored(), kept
+        )
         self.play()
         assert run.finished
         kept.tell(len(RECORDS))
@@ -82,16 +92,32 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(pool_module, "ray", FakeRay)
 
 
-@pytest.mark.parametrize(("offload", "prompts", "sizes"), [
-    (False, 10, [1] * 10), (True, 10, [5, 5]), (True, 1, [1]), (True, 0, []), (True, 301, [64] * 4 + [45])])
+@pytest.mark.parametrize(
+    ("offload", "prompts", "sizes"),
+    [
+        (False, 10, [1] * 10),
+        (True, 10, [5, 5]),
+        (True, 1, [1]),
+        (True, 0, []),
+        (True, 301, [64] * 4 + [45]),
+    ],
+)
 def test_offloaded_encoders_take_many_prompts_in_a_call(offload, prompts, sizes):
     site = Site(config_of(**{"model.offload_encoders": offload}))
     refs = {}
-    site.sampling.encode([PromptRecord(str(n)) for n in range(prompts)], [(n,) for n in range(prompts)],
-                         lambda number, ref, nbytes: refs.update({number: (ref, nbytes)}))
+    site.sampling.encode(
+        [PromptRecord(str(n)) for n in range(prompts)],
+        [(n,) for n in range(prompts)],
+        lambda number, ref, nbytes: refs.update({number: (ref, nbytes)}),
+    )
     site.play()
-    assert sorted(map(len, site.encoded), reverse=True) == sizes and max(sizes, default=0) <= MAX_PROMPTS
-    assert sorted(refs) == list(range(prompts)) and all(nbytes == SIZE for _, nbytes in refs.values())
+    assert (
+        sorted(map(len, site.encoded), reverse=True) == sizes
+        and max(sizes, default=0) <= MAX_PROMPTS
+    )
+    assert sorted(refs) == list(range(prompts)) and all(
+        nbytes == SIZE for _, nbytes in refs.values()
+    )
     assert len({id(ref) for ref, _ in refs.values()}) == prompts
 
 
@@ -103,14 +129,17 @@ def test_evaluation_prompts_are_encoded_once_in_a_run(images, caplog):
         assert not site.evaluate(kept) and not site.evaluate(kept)
     assert len(kept) == 10 and kept.nbytes == 1000
     assert [r.message for r in caplog.records if "kept" in r.message] == [
-        "evaluation: the conditionings of 10 of 10 prompts are kept, 0.0 MB"]
+        "evaluation: the conditionings of 10 of 10 prompts are kept, 0.0 MB"
+    ]
 
 
 def test_what_is_beyond_the_budget_is_encoded_again(caplog):
     site, kept = Site(config_of(**{"eval.images_per_prompt": 2})), KeptConditionings(450)
     with caplog.at_level(logging.INFO):
         first = site.evaluate(kept)
-    assert Counter(first.values()) == {1: 4, 2: 6}, "one at a time is held of what there is no room for"
+    assert Counter(first.values()) == {1: 4, 2: 6}, (
+        "one at a time is held of what there is no room for"
+    )
     assert Counter(site.evaluate(kept).values()) == {2: 6} and kept.nbytes == 400
     assert "4 of 10 prompts are kept" in caplog.text and "10% of the object store" in caplog.text
 
@@ -125,3 +154,14 @@ def test_what_is_lost_is_encoded_again():
     site.always_lost = True
     with pytest.raises(FlowGrpoError, match="failed 3 times: ObjectLostError"):
         site.evaluate(kept)
+
+
+def test_a_family_without_cfg_has_no_negative():
+    for family, encoded in (("sd3", [["no words"]]), ("flux", [])):
+        site = Site(config_of(), family=family)
+        new = [text for text in ["no words"] if not site.sampling.has_negative(text)]
+        site.sampling.encode_negatives(new)
+        site.play()
+        assert site.encoded == encoded and site.sampling.has_negative("no words")
+        assert (site.sampling.negative("no words") is None) == (family == "flux")
+        assert site.sampling.negative(None) is None

@@ -1,4 +1,4 @@
-"""An actor that fails fast: its calls are done by others, and it is replaced. The bookkeeping is proved without Ray."""
+"""An actor that fails fast: others do its calls, and it is replaced. Nearly all without Ray."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ CONFIG = load(None, {"rewards": {"jpeg_compressibility": {}}})
 
 
 class Site:
-    """A pool of actors that a test plays: `sick[incarnation]` fails every call but the first, `ready`."""
+    """A pool of actors that a test plays: incarnations in `sick` fail every call but `ready`."""
 
-    def __init__(self, replicas: int, sick: set[int] = frozenset(), bad_calls: Collection = (), **more) -> None:
+    def __init__(
+        self, replicas: int, sick: set[int] = frozenset(), bad_calls: Collection = (), **more
+    ) -> None:
         self.sick, self.bad_calls = set(sick), list(bad_calls)
         self.handles: list[Handle] = []
-        self.did: list[tuple[int, object]] = []  # (incarnation, first argument), those that failed too
-        self.pool = ActorPool("worker", replicas, self.spawn, start_timeout_s=60, max_deaths=16,
-                              prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)], **more)
+        self.did: list[
+            tuple[int, object]
+        ] = []  # (incarnation, first argument), those that failed too
+        self.pool = ActorPool(
+            "worker",
+            replicas,
+            self.spawn,
+            start_timeout_s=60,
+            max_deaths=16,
+            prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
+            **more,
+        )
         self.start()
 
     def spawn(self, index: int, incarnation: int) -> Handle:
@@ -69,7 +80,7 @@ class Site:
         return [handle for handle in self.handles if handle.calls and not handle.killed]
 
     def play(self, draw: random.Random | None = None, *, sick_first: bool = True) -> None:
-        """End calls until nothing is in flight: those of sick actors first, as they fail fast, or in any order."""
+        """End calls until none is in flight: first those of sick actors, or as `draw` has it."""
         while busy := self.busy:
             if draw is not None:
                 self.step(draw.choice(busy))
@@ -95,7 +106,15 @@ def submitted(site: Site, count: int, attempts: int = 3) -> tuple[list[int], lis
             else:
                 lost.append(error)
 
-        task = Task(f"work {number}", "work", (number,), (number,), 600.0, lambda value, _: done.append(value), failed)
+        task = Task(
+            f"work {number}",
+            "work",
+            (number,),
+            (number,),
+            600.0,
+            lambda value, _: done.append(value),
+            failed,
+        )
         site.pool.submit(task)
 
     for number in range(count):
@@ -109,8 +128,14 @@ def test_a_sick_actor_spends_one_attempt_of_a_task_and_is_replaced():
     site.play()
     assert sorted(done) == list(range(40)) and not lost
     tries = [number for incarnation, number in site.did if incarnation == 0]
-    assert len(tries) == 3 and len(set(tries)) == 3, "no task twice, and after 3 failures it has no more work"
-    assert site.pool.counts["taken_out"] == 1 and site.pool.counts["repeated"] == 3 and site.pool.counts["deaths"] == 0
+    assert len(tries) == 3 and len(set(tries)) == 3, (
+        "no task twice, and after 3 failures it has no more work"
+    )
+    assert (
+        site.pool.counts["taken_out"] == 1
+        and site.pool.counts["repeated"] == 3
+        and site.pool.counts["deaths"] == 0
+    )
     site.start()
     submitted(site, 8)
     site.play()
@@ -122,7 +147,9 @@ def test_the_sick_one_gets_no_work_while_its_failures_are_not_yet_explained():
     done, _ = submitted(site, 20)
     while site.handles[0].calls:
         site.step(site.handles[0])
-    assert [incarnation for incarnation, _ in site.did] == [0, 0, 0], "the other one has not answered yet"
+    assert [incarnation for incarnation, _ in site.did] == [0, 0, 0], (
+        "the other one has not answered yet"
+    )
     assert not site.pool.counts["taken_out"]
     site.play()
     assert sorted(done) == list(range(20)) and site.pool.counts["taken_out"] == 1
@@ -134,7 +161,9 @@ def test_a_call_that_nobody_can_do_is_not_the_actors_fault():
     site.play()
     assert len(lost) == 7 and len(done) == 17 and site.pool.counts["taken_out"] == 0
     for number in range(4, 11):
-        assert len({incarnation for incarnation, what in site.did if what == number}) == 3, "three different actors"
+        assert len({incarnation for incarnation, what in site.did if what == number}) == 3, (
+            "three different actors"
+        )
 
 
 def test_an_actor_that_fails_now_and_then_stays():
@@ -154,17 +183,23 @@ def test_a_method_that_still_works_does_not_hide_one_that_fails():
     site.does = lambda incarnation, method, *args: 1 if method != "work" or incarnation else 1 / 0
     done, lost = submitted(site, 12)
     for number in range(12):
-        site.pool.submit(Task("encode", "encode", (), (number,), 60.0, lambda *_: None, lost.append))
+        site.pool.submit(
+            Task("encode", "encode", (), (number,), 60.0, lambda *_: None, lost.append)
+        )
     site.play()
     assert len(done) == 12 and not lost and site.pool.counts["taken_out"] == 1
 
 
 @settings(max_examples=150, deadline=None)
-@given(replicas=st.integers(2, 6), data=st.data(), seed=st.integers(0, 10**6), tasks=st.integers(1, 40))
+@given(
+    replicas=st.integers(2, 6), data=st.data(), seed=st.integers(0, 10**6), tasks=st.integers(1, 40)
+)
 def test_whatever_the_order_every_task_is_done_while_fewer_actors_are_sick_than_a_task_has_attempts(
     replicas, data, seed, tasks
 ):
-    sick = data.draw(st.sets(st.integers(0, replicas - 1), max_size=min(replicas - 1, MAX_ATTEMPTS - 1)))
+    sick = data.draw(
+        st.sets(st.integers(0, replicas - 1), max_size=min(replicas - 1, MAX_ATTEMPTS - 1))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_module, "ray", FakeRay)
         site = Site(replicas, sick)
@@ -179,7 +214,7 @@ def test_whatever_the_order_every_task_is_done_while_fewer_actors_are_sick_than_
 def test_a_task_that_all_have_failed_gets_a_new_actor_for_its_last_attempt():
     site = Site(1, sick={0})
     site.answer = lambda *_: EncodeMeta(0.0, (8,))
-    sampling, refs = Sampling(CONFIG, site.pool), []
+    sampling, refs = Sampling(CONFIG, site.pool, "sd3"), []
     sampling.encode([PromptRecord("a cat")], [(0,)], lambda *ref: refs.append(ref))
     site.play()
     assert len(refs) == 1 and [incarnation for incarnation, _ in site.did] == [0, 0, 1]
@@ -190,26 +225,40 @@ def test_attempts_of_sampling_go_to_different_actors():
     meta = SampleMeta(0, "", 0.0, 0.0)
     site = Site(4, sick={0, 1})
     site.answer = lambda *_: meta
-    sampling, ends = Sampling(CONFIG, site.pool), []
+    sampling, ends = Sampling(CONFIG, site.pool, "sd3"), []
     for number in range(24):
-        sampling.sample(f"shard {number}", (number,), number, None, [], lambda *answer: ends.append(answer))
+        sampling.sample(
+            f"shard {number}", (number,), number, None, [], lambda *answer: ends.append(answer)
+        )
     site.play()
     assert len(ends) == 24 and sampling.calls["sample"] == 24
     site = Site(4, bad_calls={"request"})
     with pytest.raises(FlowGrpoError, match="failed 3 times: RuntimeError: CUDA error"):
-        Sampling(CONFIG, site.pool).sample("shard", (0,), "request", None, [], print) or site.play()
+        Sampling(CONFIG, site.pool, "sd3").sample(
+            "shard", (0,), "request", None, [], print
+        ) or site.play()
     assert len(set(site.did)) == 3
 
 
 def scored(site: Site, calls: int, **settings) -> tuple[Scoring, dict]:
     site.answer = lambda method, prompts, *_: {
-        "scores": {"bright": np.array([float(p) for p in prompts])}, "seconds": 0.0, "notes": []}
+        "scores": {"bright": np.array([float(p) for p in prompts])},
+        "seconds": 0.0,
+        "notes": [],
+    }
     config = load(None, {"rewards": {"bright": {"python": "own_rewards:brightness", **settings}}})
     scoring, results = Scoring(config, {"bright": site.pool}), {}
     for number in range(calls):
         records = [PromptRecord(str(8 * number + row)) for row in range(8)]
-        scoring.submit(f"shard {number}", (1, number, 0), None, records, lambda s, n=number: results.update({n: s}),
-                       rewards=["bright"], group=(number, 1))
+        scoring.submit(
+            f"shard {number}",
+            (1, number, 0),
+            None,
+            records,
+            lambda s, n=number: results.update({n: s}),
+            rewards=["bright"],
+            group=(number, 1),
+        )
     return scoring, results
 
 
@@ -241,7 +290,9 @@ def test_no_image_loses_its_score_to_a_sick_reward_actor(sick):
     values = np.concatenate([results[n].scores["bright"] for n in range(32)])
     assert values.tolist() == list(range(256))
     assert not scoring.counts and site.pool.counts["taken_out"] == len(sick)
-    assert all(len(prompts) == 8 for _, prompts in site.did), "each call keeps the shape of the plan, so bits stay too"
+    assert all(len(prompts) == 8 for _, prompts in site.did), (
+        "each call keeps the shape of the plan, so bits stay too"
+    )
 
 
 def test_an_image_that_no_actor_can_score_is_tried_on_two_and_masked_alone(caplog):
@@ -251,7 +302,9 @@ def test_an_image_that_no_actor_can_score_is_tried_on_two_and_masked_alone(caplo
         scoring, results = scored(site, 12)
         site.play()
     assert [int(r.valid.sum()) for r in results.values()].count(8) == 11
-    assert np.flatnonzero(~results[1].valid).tolist() == [5] and np.isnan(results[1].scores["bright"][5])
+    assert np.flatnonzero(~results[1].valid).tolist() == [5] and np.isnan(
+        results[1].scores["bright"][5]
+    )
     assert scoring.counts == {"failures/bright": 1, "retries/bright": 1}
     assert len({incarnation for incarnation, prompts in site.did if prompts == ("13",)}) == 2
     assert "another actor is asked" in caplog.text
@@ -263,7 +316,10 @@ def test_one_reward_actor_alone_does_as_before():
     scoring, results = scored(site, 2)
     site.play()
     assert np.flatnonzero(~results[0].valid).tolist() == [3] and results[1].valid.all()
-    assert len([1 for _, prompts in site.did if "3" in prompts]) == 2 and not site.pool.counts["repeated"]
+    assert (
+        len([1 for _, prompts in site.did if "3" in prompts]) == 2
+        and not site.pool.counts["repeated"]
+    )
 
 
 def test_an_actor_that_fails_at_new_weights_is_replaced():
@@ -281,11 +337,15 @@ def test_an_actor_that_fails_at_new_weights_is_replaced():
 
 def test_one_of_four_reward_actors_is_sick_and_no_image_loses_its_score(ray_cluster, tmp_path):
     options = {"folder": str(tmp_path)}
-    with Bench(config_of({"sick": {"python": "own_rewards:sick_on_one_actor", "options": options}}), 4) as bench:
+    with Bench(
+        config_of({"sick": {"python": "own_rewards:sick_on_one_actor", "options": options}}), 4
+    ) as bench:
         for number in range(32):
             bench.submit(pictures(8, number), group=number)
         results = bench.finish(32)
         counts, taken_out = bench.scoring.counts, bench.pools["sick"].counts["taken_out"]
     for number, result in enumerate(results):
-        assert result.valid.all() and np.allclose(result.scores["sick"], pictures(8, number).reshape(8, -1).mean(1) / 255)
+        assert result.valid.all() and np.allclose(
+            result.scores["sick"], pictures(8, number).reshape(8, -1).mean(1) / 255
+        )
     assert not counts and taken_out == 1
