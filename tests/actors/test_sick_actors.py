@@ -257,7 +257,7 @@ def scored(site: Site, calls: int, **settings) -> tuple[Scoring, dict]:
             records,
             lambda s, n=number: results.update({n: s}),
             rewards=["bright"],
-            group=(number, 1),
+            groups=[(number, 1)],
         )
     return scoring, results
 
@@ -269,8 +269,8 @@ class Scores(Site):
 
     def does(self, incarnation, method, *args):
         if method == "score":
-            prompts, only = args[0], args[3]
-            args = ([prompts[only]] if only is not None else prompts, *args[1:])
+            prompts, part = args[0], args[3]
+            args = (prompts if part is None else prompts[slice(*part)], *args[1:])
             if any(int(p) in self.bad for p in args[0]):
                 self.did.append((incarnation, tuple(args[0])))
                 raise ValueError("this image is beyond me")
