@@ -134,7 +134,7 @@ def test_one_of_four_rollout_actors_is_sick_and_the_adapter_is_the_same(folder, 
     assert_same_bits(sound.adapter, finished.adapter)
     row = finished.rows[-1]
     assert row["calls_repeated/rollout"] >= 1 and row["actor_deaths/rollout"] == row["timeouts/rollout"] == 0
-    assert row["actors_taken_out/rollout"] == row["calls_repeated/rollout"] // 3
+    assert row["actors_taken_out/rollout"] <= 1  # how many calls it fails first, and by whom they are done, is timing
 
 
 def test_a_rollout_that_always_fails_ends_the_run(folder):
