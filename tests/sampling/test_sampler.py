@@ -16,11 +16,12 @@ from reference import RECORDS, configuration, training_request
 
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import SyncError
-from flowgrpo_ray.plan import plan_step
+from flowgrpo_ray.plan import initial_seeds, plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.sampling.noise import draw
 from flowgrpo_ray.sampling.sampler import Sampler, build_conditioning, step_noise, transition_at
 from flowgrpo_ray.trajectory import Arrays, SampleRequest, Trajectory, from_wire
 
@@ -304,3 +305,13 @@ def test_sampling_leaves_no_gradient_and_no_graph(policy, encoded):
     request, prompt = first_request(config)
     x, _ = sampler_of(policy, config).denoise(request, "d", None, encoded[prompt])
     assert not x.requires_grad and all(p.grad is None for p in lora.parameters(policy).values())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_recorded_seeds_are_those_of_the_initial_latents(shared):
+    config = configuration(sampling={**ANY, "shared_initial_noise": shared})
+    plan = plan_step(config, RECORDS, 3)
+    group = plan.groups[1]
+    requests = [training_request(config, plan, shard) for shard in plan.shards_of(1)]
+    noise = torch.cat([step_noise(request, -1, (4, 2, 2)) for request in requests])
+    assert torch.equal(draw(initial_seeds(config, group), (4, 2, 2)), noise)
