@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -197,13 +197,18 @@ def _parts(run_dir: str) -> storage.PartFiles:
 class MetricsWriter:
     """Appends rows to `metrics/part-<first step>-<last step>.jsonl`; a part is written whole and never changed.
 
+    Args:
+        before_write: called before each part is written; what it raises keeps the part from being written.
+
     Raises:
         FlowGrpoError: (append) an unknown key, or a step that does not follow the last one: rows of an earlier life of
             the run are cut off with `truncate` before it goes on.
     """
 
-    def __init__(self, run_dir: str, flush_every: int = 10):
-        self.flush_every = flush_every
+    def __init__(
+        self, run_dir: str, flush_every: int = 10, before_write: Callable[[], None] = lambda: None
+    ):
+        self.flush_every, self._before_write = flush_every, before_write
         self._parts = _parts(run_dir)
         self._pending: list[Row] = []
         self._last = self._parts.last_step()
@@ -227,6 +232,7 @@ class MetricsWriter:
     def flush(self) -> None:
         """Write what is pending; a checkpoint calls this before its token."""
         if self._pending:
+            self._before_write()
             self._parts.write(self._pending[0]["step"], self._pending[-1]["step"], encode_rows(self._pending))
             self._pending = []
 

@@ -92,9 +92,9 @@ class Recorder:
         once = config.model_copy(deep=True)  # what a resume accepts, it accepts once
         once.run.accept_changes, once.run.accept_changed_inputs = [], False
         storage.write_bytes(storage.join(self.run_dir, "config.yaml"), to_yaml(once).encode())
-        self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps)
+        self._metrics = MetricsWriter(self.run_dir, config.logging.flush_every_steps, self._claim.check)
         self._metrics.truncate(cut)
-        self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps)
+        self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps, self._claim.check)
         self._samples.truncate(cut)
         self._watch = Watch(config.model_dump(mode="json"), read_metrics(self.run_dir))
         self._opened = True
@@ -161,7 +161,7 @@ class Recorder:
                 checkpoint.check_run(checkpoint.open_checkpoint(uri), known)
 
     def row(self, row: Row) -> Row:
-        """Record a row of metrics."""
+        """Record a row of metrics. Raises CheckpointError if another driver has taken the run over."""
         clean = self._metrics.append(row)
         self._watch.add(clean)
         self.trackers.log(clean)
@@ -183,6 +183,7 @@ class Recorder:
         if not images:
             return None
         png = png_grid(images)
+        self._claim.check()
         uri = write_grid(self.run_dir, weights, step, png)
         self.trackers.log_image(f"samples/{weights}", png, step)
         return uri

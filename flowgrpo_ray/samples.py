@@ -6,7 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,11 +37,13 @@ class SampleWriter:
     Columns: step, group, sample (int64), prompt (string), seed (int64: seeds the generator of the sample's initial
     latent), `reward:<name>` (float64; null where there is no score), total (float64: weighted sum of the optimised scores;
     null for masked samples), valid (bool), advantage (float64). `step` = committed training steps after it, as in the
-    metrics.
+    metrics. `before_write` is called before each part is written, as by `MetricsWriter`.
     """
 
-    def __init__(self, run_dir: str, flush_every: int = 10):
-        self.run_dir, self.flush_every = run_dir, flush_every
+    def __init__(
+        self, run_dir: str, flush_every: int = 10, before_write: Callable[[], None] = lambda: None
+    ):
+        self.run_dir, self.flush_every, self._before_write = run_dir, flush_every, before_write
         self._parts = _parts(run_dir)
         self._pending: list[pa.Table] = []
         self._steps: list[int] = []
@@ -81,6 +83,7 @@ class SampleWriter:
     def flush(self) -> None:
         """Write what is pending. Call it between steps: a step lies in one part."""
         if self._pending:
+            self._before_write()
             self._parts.write(self._steps[0], self._steps[-1], _to_parquet(_concat(self._pending)))
             self._last = self._steps[-1]
             self._pending, self._steps = [], []

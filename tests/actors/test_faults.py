@@ -167,7 +167,7 @@ def test_too_few_resources_are_named(folder):
 
 
 def test_a_folder_with_another_run_is_refused(folder, sound):
-    with pytest.raises(FlowGrpoError, match=r"(?s)another configuration.*learning_rate"):
+    with pytest.raises(FlowGrpoError, match=r"(?s)made with other settings.*train.learning_rate"):
         run(small_config(folder, "sound", steps=3, overrides={"train.learning_rate": 5e-4}))
     with pytest.raises(FlowGrpoError, match="run.resume is never"):
         run(small_config(folder, "sound", steps=3, overrides={"run.resume": "never"}))
