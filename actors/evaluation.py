@@ -67,8 +67,8 @@ class KeptConditionings:
             rest = "" if len(self) == prompts else (
                 f"; there is no room for more in {KEPT_SHARE:.0%} of the object store, and the others are encoded again in "
                 "each evaluation")
-            log.info("evaluation: the conditionings of %d of %d prompts are kept, %.1f MB%s", len(self), prompts,
-                     self.nbytes / 1e6, rest)
+            log.log(logging.INFO if rest else logging.DEBUG, "evaluation: the conditionings of %d of %d prompts are kept, "
+                    "%.1f MB%s", len(self), prompts, self.nbytes / 1e6, rest)
 
 
 @dataclass

@@ -124,7 +124,7 @@ def test_offloaded_encoders_take_many_prompts_in_a_call(offload, prompts, sizes)
 @pytest.mark.parametrize("images", [1, 3])
 def test_evaluation_prompts_are_encoded_once_in_a_run(images, caplog):
     site, kept = Site(config_of(**{"eval.images_per_prompt": images})), KeptConditionings(1000)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert site.evaluate(kept) == {record.prompt: 1 for record in RECORDS}
         assert not site.evaluate(kept) and not site.evaluate(kept)
     assert len(kept) == 10 and kept.nbytes == 1000
