@@ -264,6 +264,9 @@ def _read_file(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"no configuration file at {path}{nearest(str(path), siblings)}")
         else:
             data = file.read_bytes()
+        if not data:
+            raise ConfigError(f"{'the standard input' if str(path) == '-' else path} is empty; it must hold a configuration "
+                              "in YAML")
         tree = yaml12.parse(data.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -131,7 +131,8 @@ class PlainView:
 
 
 class LiveView(PlainView):
-    """The live view: progress, curves and what every actor is doing; log records scroll by above it."""
+    """The live view: progress, curves and what every actor is doing. Log records and what `say` is given scroll by
+    above it, in full, and stay when it ends."""
 
     def __init__(self, config: Config, console: Console) -> None:
         super().__init__(config, console)
@@ -156,9 +157,6 @@ class LiveView(PlainView):
         self.rows.append(row)
         if evaluated := self._evaluated(row):
             self._events.append(f"evaluation at step {int(row['step'])}: {evaluated}")
-
-    def say(self, text: str) -> None:
-        self._events.append(text)
 
     def _render(self) -> Panel:
         done = int(self.rows[-1]["step"]) if self.rows else 0

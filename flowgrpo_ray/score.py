@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_ray import signals
-from flowgrpo_ray.errors import ConfigError, message_of, nearest
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, message_of, nearest, place_of
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
 from flowgrpo_ray.rewards.base import batch_size_of, no_exit, read_only, renamed, validated
@@ -147,7 +147,9 @@ def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collecti
         given = validated(result, len(rows), reward.name, range=reward.range)
     except Exception as error:
         for picture in rows if keep else ():
-            picture.error = "; ".join([*filter(None, [picture.error]), f"{name}: {type(error).__name__}: {message_of(error)}"])
+            place = "" if isinstance(error, FlowGrpoError) else f" ({place_of(error)})"
+            what = f"{name}: {type(error).__name__}: {message_of(error)}{place}"
+            picture.error = "; ".join([*filter(None, [picture.error]), what])
         return False
     scores = renamed(given, reward.name, name)
     for key, values in scores.items():

@@ -356,6 +356,7 @@ def test_a_prompt_in_another_encoding_is_rejected(tmp_path):
 def test_a_configuration_comes_through_a_pipe():
     text = cli("config", "-", "--plain", "train.seed=7", input="rewards: {ocr: {weight: 2}}\n").output
     assert "weight: 2.0" in text and "seed: 7" in text
+    assert "the standard input is empty" in cli("config", "-", input="", code=2).stderr
 
 
 def test_export_names_the_nearest_checkpoint(trained, tmp_path):

@@ -64,12 +64,14 @@ def test_live_view_shows_numbers_actors_events_and_warnings():
         logging.getLogger("actors.pool").warning("pool rollout: actor 1 died (it [was] killed)")
         logging.getLogger("actors.pool").info("waiting")
         logging.getLogger("diffusers").info("chatter")
+        above = out.getvalue()
         out.truncate(0)
         view._live.refresh()
         text = out.getvalue()
+    assert "starting 9 actors" in above and "starting 9 actors" not in text
     for part in ("small", "step 1/5", "about 2 min 0 s left", "-0.4000", "evaluation -0.500 -> -0.300", "KL 0.25",
                  "clip fraction 0.125", "images/s 12.5", "sample step 2 group 0 shard 1", "3 score, 2 idle",
-                 "accumulate", "starting 9 actors", "evaluation at step 1",
+                 "accumulate", "evaluation at step 1",
                  "1 warning, the last: pool rollout: actor 1 died (it [was]"):
         assert part in text, part
 

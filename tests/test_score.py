@@ -96,7 +96,9 @@ def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
     table = parquet.read_table(tmp_path / "s.parquet")
     assert table.column_names == ["path", "prompt", name, JPEG, "faulty_everywhere", "error"]
     assert table.schema.field(name).type == "double" and table[name].null_count == 2 and table[JPEG].null_count == 0
-    assert table["error"].to_pylist() == [f"{name}: {error}; faulty_everywhere: IndexError: lost"] * 2
+    reported = [re.sub(r" \([^()]+own_rewards\.py, line \d+\)", " (PLACE)", text) for text in table["error"].to_pylist()]
+    place = "" if error.startswith("RewardError") else " (PLACE)"
+    assert reported == [f"{name}: {error}{place}; faulty_everywhere: IndexError: lost (PLACE)"] * 2
     header, *lines = result.stdout.splitlines()
     assert header.split() == ["image", name, JPEG, "faulty_everywhere"] and lines[0].split()[1] == "-"
     assert f"mean {name}: - of 0 images" in lines and "2 of 2 images have no score" in result.stderr
@@ -252,13 +254,16 @@ def test_an_option_goes_to_a_reward_of_a_dotted_module(tmp_path, own):
         assert csv.read_csv(tmp_path / "s.csv")["bs_together"].to_pylist() == [2, 2, 1]
 
 
-def test_an_error_without_readable_words_is_the_picture_s_alone(tmp_path, own):
+def test_unprintable_error_fails_only_its_image(tmp_path, own):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
     cli(folder, *(f"--reward={name}" for name in (f"{own}:mute", f"{own}:leaks", JPEG)), "--prompt", "x",
         "--out", tmp_path / "s.parquet", code=1)
     row, = parquet.read_table(tmp_path / "s.parquet").to_pylist()
     assert row[JPEG] is not None and row["mute"] is None
-    assert row["error"] == "mute: Mute: its message cannot be read (KeyError); leaks: ValueError: odd \\udcff byte"
+    place = r" \([^()]+\.py, line \d+\)"
+    assert re.fullmatch(
+        rf"mute: Mute: its message cannot be read \(KeyError\){place}; leaks: ValueError: odd \\udcff byte{place}",
+        row["error"])
 
 
 def test_a_group_of_several_sizes_is_refused(tmp_path, prompts, own):
