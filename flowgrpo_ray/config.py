@@ -69,21 +69,21 @@ class Config(Section):
     def _rewards_exist(cls, rewards: dict[str, RewardConfig]) -> dict[str, RewardConfig]:
         for name, reward in rewards.items():
             if not REWARD_NAME.fullmatch(name):
-                raise ValueError(f"the name {name!r} has to be of letters, digits, _ and -, the first a letter")
+                raise ValueError(f"the name {name!r} must consist of letters, digits, _ and -, and start with a letter")
             if reward.python and reward.type:
                 raise ValueError(f"{name} has both type and python; give one of them")
             if reward.python is not None and ":" not in reward.python:
                 raise ValueError(f"{name}.python is {reward.python!r}, which is not of the form module:function or "
                                  "module:Class")
             if reward.python is None and (kind := reward.type or name) not in known_rewards():
-                raise ValueError(f"no reward is named {kind!r}{nearest(kind, known_rewards())} (of one's own: "
+                raise ValueError(f"no reward is named {kind!r}{nearest(kind, known_rewards())} (for your own: "
                                  f"`{name}: {{python: module:function}}`)")
             if reward.every_steps > 1 and reward.weight:
                 raise ValueError(f"{name}.every_steps is {reward.every_steps}, and its weight is {reward.weight:g}: only a "
                                  "monitor (weight 0) can leave steps out")
             path = reward.environment.py_executable
             if path is not None and not os.path.isabs(path):
-                raise ValueError(f"{name}.environment.py_executable {path!r} is not an absolute path (it has to be right in "
+                raise ValueError(f"{name}.environment.py_executable {path!r} is not an absolute path (it must be right in "
                                  "any folder, on every node), for example /envs/reward/bin/python")
             if reward.environment.pip is not None and reward.environment.py_executable is not None:
                 raise ValueError(f"{name}.environment has both pip and py_executable; give one of them")

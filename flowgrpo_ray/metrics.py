@@ -147,7 +147,7 @@ def find(key: str) -> tuple[Metric, dict[str, str]]:
         raise FlowGrpoError(f"no metric is named {key!r}{nearest(name, _BY_NAME)}")
     values = "/".join(rest).split("/", len(metric.labels) - 1) if rest and metric.labels else rest
     if len(values) != len(metric.labels) or not all(values):
-        raise FlowGrpoError(f"metric {key!r} has to be of the form {metric.pattern}")
+        raise FlowGrpoError(f"metric {key!r} must have the form {metric.pattern}")
     return metric, dict(zip(metric.labels, values, strict=True))
 
 

@@ -145,7 +145,7 @@ def _family(model: ModelConfig, index: dict[str, Any], where: str) -> str:
     family = PIPELINE_FAMILIES.get(name)
     if family is None:
         known = ", ".join(f"{pipeline} ({short})" for pipeline, short in PIPELINE_FAMILIES.items())
-        raise ConfigError(f"{where} is a {name}, which is no supported family; the supported pipelines are {known}")
+        raise ConfigError(f"{where} is a {name}, which is not a supported family; the supported pipelines are {known}")
     if model.family not in ("auto", family):
         raise ConfigError(f"model.family is {model.family!r}, but {where} is a {name}: "
                           f"set model.family to {family} or auto")
@@ -166,7 +166,7 @@ def _read_index(model: ModelConfig) -> tuple[str, str, bool]:
     if folder.is_dir():
         file = folder / INDEX_NAME
         if not file.is_file():
-            raise ConfigError(f"model.path {path!r} is a folder without {INDEX_NAME}, so it is no diffusers pipeline"
+            raise ConfigError(f"model.path {path!r} is a folder without {INDEX_NAME}, so it is not a diffusers pipeline"
                               f"{_nested(folder)}")
         return str(folder), file.read_text(encoding="utf-8"), True
     if folder.exists():
@@ -233,7 +233,7 @@ def _fetch(model: ModelConfig, name: str) -> str:
         raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
                           f"hub could not be reached ({first_line(error)})") from error
     except EntryNotFoundError as error:
-        raise ConfigError(f"{where}: the hub model has no {name}, so it is no diffusers pipeline") from error
+        raise ConfigError(f"{where}: the hub model has no {name}, so it is not a diffusers pipeline") from error
     except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
         raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
                           f"hub answered {first_line(error)}") from error

@@ -231,7 +231,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
                           "keywords")
     takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if missing := [key for key in _INPUTS if key not in parameters and not takes_rest]:
-        raise ConfigError(f"reward {name}: the function lacks the parameter {', '.join(missing)}; it has to be of the form "
+        raise ConfigError(f"reward {name}: the function lacks the parameter {', '.join(missing)}; it must have the form "
                           f"{name}(images, prompts, metadata)")
     unknown = [key for key, p in parameters.items() if key not in (*_INPUTS, "group_ids") and p.default is p.empty
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
