@@ -113,11 +113,11 @@ def test_unknown_metrics_name_the_nearest(tmp_path):
     writer = metrics.MetricsWriter(str(tmp_path))
     with pytest.raises(FlowGrpoError, match="no metric is named 'aprox_kl'; did you mean approx_kl"):
         writer.append({"step": 0, "aprox_kl": 1.0})
-    with pytest.raises(FlowGrpoError, match="of the form reward_mean/<reward>"):
+    with pytest.raises(FlowGrpoError, match="must have the form reward_mean/<reward>"):
         writer.append({"step": 0, "reward_mean": 1.0})
-    with pytest.raises(FlowGrpoError, match="of the form kl"):
+    with pytest.raises(FlowGrpoError, match="must have the form kl"):
         writer.append({"step": 0, "kl/x": 1.0})
-    with pytest.raises(FlowGrpoError, match="of the form eval/<weights>/<reward>"):
+    with pytest.raises(FlowGrpoError, match="must have the form eval/<weights>/<reward>"):
         writer.append({"step": 0, "eval/policy": 1.0})
 
 
