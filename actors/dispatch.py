@@ -19,6 +19,9 @@ Checked = list[
 ]  # calls, each with a check of its answer
 
 
+EVENTS = ("deaths", "timeouts", "failed_starts", "taken_out", "repeated")  # counted of a pool
+
+
 @dataclass(eq=False)
 class Task:
     """One call on any actor of a pool.
@@ -116,6 +119,7 @@ class Member:
     start_deadline: float
     running: dict[ray.ObjectRef, Running] = field(default_factory=dict)
     pid: int = 0  # of its process, once it is up
+    node: str = ""  # its address, once it is up
     replaces: bool = False  # one that was at work
     was_ready: bool = False
     failed_starts: int = 0  # in a row

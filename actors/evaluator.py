@@ -16,6 +16,7 @@ from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.samples import GridImage, png_grid
+from flowgrpo_ray.status import PoolStatus
 from flowgrpo_ray.trajectory import Arrays
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ class NoLearners:
 
     def activity(self) -> list[str]:
         return []
+
+    def status(self) -> PoolStatus:
+        return PoolStatus(0)
 
     def shutdown(self) -> None: ...
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ import ray
 from ray.util import remove_placement_group
 
 from actors import head
+from actors.dispatch import EVENTS
 from actors.placement import actor_options, place_learners
+from actors.process import Process
 from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
@@ -22,6 +24,7 @@ from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
 from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import load_policy, policy_class
 from flowgrpo_ray.policies.source import find
+from flowgrpo_ray.status import PoolStatus
 from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
 
 if TYPE_CHECKING:
@@ -95,8 +98,8 @@ class LearnerMethods:
         self.learner.load_state(*self._read)
         del self._read
 
-    def ready(self) -> int:
-        return os.getpid()
+    def ready(self) -> Process:
+        return Process.here()
 
 
 class LearnerActor(LearnerMethods):
@@ -158,6 +161,7 @@ class LearnerGroup:
                    for rank in range(self.world_size)]
         self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}
+        self._nodes: Counter[str] = Counter()  # ranks that are in the group, by address
         self._last_progress = time.monotonic()
 
     def start(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
@@ -166,6 +170,8 @@ class LearnerGroup:
         address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
         chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()), watch)
+        places = self._get(self.cast("ready"), max(1.0, deadline - time.monotonic()), watch)
+        self._nodes = Counter(process.node for process in places)
         log.debug("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
     def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
@@ -216,6 +222,13 @@ class LearnerGroup:
         """What each rank is doing, for the live view."""
         doing = {what.rsplit(" ", 1)[1]: what.split(" ", 1)[0] for what in reversed(self.pending.values())}
         return [doing.get(str(rank), "idle") for rank in range(self.world_size)]
+
+    def status(self) -> PoolStatus:
+        """The state of the group now; no call is made for it."""
+        ready = self._nodes.total()
+        busy = sum(doing != "idle" for doing in self.activity()) if ready else 0
+        return PoolStatus(self.world_size, ready, self.world_size - ready, busy, counts=dict.fromkeys(EVENTS, 0),
+                          nodes=dict(self._nodes))
 
     def reap(self, ref: ray.ObjectRef) -> Any:
         """Take the value of a finished call; a failed one is raised with the rank's name."""

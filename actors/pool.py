@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetu
 
 from actors import head
 from actors.dispatch import (
+    EVENTS,
     ActorKilledError,
     Checked,
     FailureRecord,
@@ -29,6 +30,7 @@ from actors.dispatch import (
 )
 from actors.environments import setup_reason
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, first_line, message_of
+from flowgrpo_ray.status import PoolStatus
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +127,15 @@ class ActorPool:
             "starting" if m.starting else "cannot start" if not m.ready else next(
                 (r.task.what for r in m.running.values()), "idle") for m in self.members
         ]
+
+    def status(self) -> PoolStatus:
+        """The state of the pool now; no call is made for it."""
+        ready = [m for m in self.members if m.ready]
+        return PoolStatus(
+            target=len(self.members), ready=len(ready), starting=len(self.members) - len(ready),
+            busy=sum(bool(m.running) for m in ready), queued=len(self._queue),
+            counts={event: self.counts[event] for event in EVENTS},
+            nodes=dict(Counter(m.node for m in self.members if m.node)))
 
     # Work -------------------------------------------------------------------------------------------------------------
 
@@ -242,7 +253,7 @@ class ActorPool:
             return
         check(value)
         if not member.pid:
-            member.pid = value  # the first answer is `ready`'s
+            member.pid, member.node = value  # the first answer is `ready`'s
         member.starting.pop(0)
         if not member.starting:
             member.failed_starts, member.was_ready = 0, True

@@ -1,5 +1,5 @@
-"""The reward actor. Imports only the standard library, numpy, ray, rewards/base.py and startup.py: a reward may live in another
-environment than the rest."""
+"""The reward actor. Imports only the standard library, numpy, ray, process.py, rewards/base.py and
+startup.py: a reward may live in another environment than the rest."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.process import Process
 from flowgrpo_ray.errors import described, place_of
 from flowgrpo_ray.rewards import RewardError, get, validated
 from flowgrpo_ray.rewards.base import explained, no_exit, read_only, renamed, self_tested
@@ -126,9 +127,9 @@ class RewardActor:
                 "seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
                 "notes": list(self._reward.notes)}
 
-    def ready(self) -> int:
-        """Answers with the process id once the constructor is through."""
-        return os.getpid()
+    def ready(self) -> Process:
+        """Answers once the constructor is through."""
+        return Process.here()
 
 
 def _travels(error: Exception) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from actors.process import Process
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import from_tree
 from flowgrpo_ray.policies import load_policy
@@ -44,9 +44,9 @@ class SamplingMethods:
         devices.reset_peak_memory(self.sampler.policy.device)  # the learner may share the process: a peak is a call's
         return self.sampler.sample(request, negative, *conditionings)
 
-    def ready(self) -> int:
-        """Answers with the process id once the constructor is through."""
-        return os.getpid()
+    def ready(self) -> Process:
+        """Answers once the constructor is through."""
+        return Process.here()
 
 
 class RolloutActor(SamplingMethods):

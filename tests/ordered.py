@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from actors.learner import LearnerActor
+from actors.process import Process
 from actors.reward import RewardActor
 from actors.rollout import RolloutActor
 
@@ -98,8 +99,8 @@ class LateRollout(RolloutActor):
 class Worker:
     """Waits as long as it is told, and answers with what it is told."""
 
-    def ready(self) -> int:
-        return os.getpid()
+    def ready(self) -> Process:
+        return Process.here()
 
     def work(self, seconds: float, value: str) -> str:
         time.sleep(seconds)
@@ -112,8 +113,8 @@ class Halting:
     def __init__(self, folder: str, index: int) -> None:
         self.folder, self.index = folder, index
 
-    def ready(self) -> int:
-        return os.getpid()
+    def ready(self) -> Process:
+        return Process.here()
 
     def work(self, number: int, fails_on: tuple[int, ...]) -> tuple[int, int]:
         while self.index == 0 and not os.path.exists(os.path.join(self.folder, "go")):

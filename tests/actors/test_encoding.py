@@ -12,6 +12,7 @@ from ray.exceptions import ObjectLostError
 from actors import pool as pool_module
 from actors.evaluation import KeptConditionings, start_evaluation
 from actors.pool import ActorPool
+from actors.process import Process
 from actors.sampling import MAX_PROMPTS, Sampling
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import FlowGrpoError
@@ -64,9 +65,9 @@ class Site:
             return EncodeMeta(1.0, (SIZE,) * len(args[0]))
         if method == "sample" and (self.always_lost or self.lost & set(args[2:])):
             raise ObjectLostError("00" * 28, None, "")
-        return (
-            SampleMeta(0, "", 0.0, 0.0, pngs=(b"",) * len(args[0].png)) if method == "sample" else 1
-        )
+        if method == "sample":
+            return SampleMeta(0, "", 0.0, 0.0, pngs=(b"",) * len(args[0].png))
+        return Process(1, "10.0.0.1")
 
     def play(self):
         while any(handle.calls for handle in self.handles):

@@ -16,11 +16,13 @@ from scoring_bench import Bench, config_of, pictures
 from actors import pool as pool_module
 from actors.dispatch import Task
 from actors.pool import ActorPool
+from actors.process import Process
 from actors.sampling import MAX_ATTEMPTS, Sampling
 from actors.scoring import Scoring
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.status import PoolStatus
 from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta
 
 CONFIG = load(None, {"rewards": {"jpeg_compressibility": {}}})
@@ -54,7 +56,7 @@ class Site:
 
     def does(self, incarnation: int, method: str, *args):
         if method == "ready":
-            return 1000 + incarnation
+            return Process(1000 + incarnation, f"10.0.0.{incarnation}")
         self.did.append((incarnation, args[0] if args else None))
         if incarnation in self.sick or args[0] in self.bad_calls:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -142,6 +144,21 @@ def test_a_sick_actor_spends_one_attempt_of_a_task_and_is_replaced():
     assert site.handles[0].killed and 4 in dict(site.did), "the new one works"
 
 
+def test_the_status_of_a_pool_counts_its_actors_by_what_they_do_and_where_they_are():
+    site = Site(2, sick={0})
+    counts = dict.fromkeys(("deaths", "timeouts", "failed_starts", "taken_out", "repeated"), 0)
+    nodes = {"10.0.0.0": 1, "10.0.0.1": 1}
+    assert site.pool.status() == PoolStatus(target=2, ready=2, counts=counts, nodes=nodes)
+    submitted(site, 20)
+    assert site.pool.status() == PoolStatus(2, ready=2, busy=2, queued=16, counts=counts, nodes=nodes)
+    site.play()
+    site.pool._take_out(site.pool.members[0], "of this test")
+    counts |= {"taken_out": 2, "repeated": 3}
+    assert site.pool.status() == PoolStatus(
+        2, ready=1, starting=1, counts=counts, nodes={"10.0.0.1": 1}
+    )
+
+
 def test_the_sick_one_gets_no_work_while_its_failures_are_not_yet_explained():
     site = Site(2, sick={0})
     done, _ = submitted(site, 20)
@@ -179,8 +196,11 @@ def test_an_actor_that_fails_now_and_then_stays():
 
 
 def test_a_method_that_still_works_does_not_hide_one_that_fails():
-    site = Site(2)
-    site.does = lambda incarnation, method, *args: 1 if method != "work" or incarnation else 1 / 0
+    site = Site(2, sick={0})
+    does = site.does
+    site.does = lambda incarnation, method, *args: (
+        1 if method == "encode" else does(incarnation, method, *args)
+    )
     done, lost = submitted(site, 12)
     for number in range(12):
         site.pool.submit(
