@@ -344,8 +344,11 @@ def test_one_reward_actor_alone_does_as_before():
 
 def test_an_actor_that_fails_at_new_weights_is_replaced():
     site = Site(2, rest_s=5.0, needed=True)
-    site.does = lambda incarnation, method, *_: 1 / 0 if (incarnation, method) == (0, "load") else 1
-    site.pool.prepare_again(lambda handle: [(handle.load.remote(), lambda _: None)])
+    does = site.does
+    site.does = lambda incarnation, method, *args: (
+        1 / 0 if (incarnation, method) == (0, "load") else does(incarnation, method, *args)
+    )
+    site.pool.prepare_again(lambda handle: [(handle.load.remote(1), lambda _: None)])
     site.play()
     assert site.pool.all_ready and site.pool.counts["taken_out"] == 1 and site.handles[0].killed
     site = Site(2, rest_s=5.0, needed=True)
