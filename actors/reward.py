@@ -44,7 +44,7 @@ class RewardActor:
     Args:
         name: key of the reward in the configuration; its scores carry this name.
         spec: what the registry is asked for: a reward's name, or `module:attribute`.
-        self_test: score known pictures first; RewardError where that goes wrong.
+        self_test: score known images first; RewardError where that goes wrong.
         scope: what the driver takes the reward's scope for, "sample" or "group".
         group_size: images in a group of the run.
         on_gpu: the actor was given a GPU; RewardError where the reward does not use it.

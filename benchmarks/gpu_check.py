@@ -221,12 +221,12 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     plan = plan_step(config, RECORDS, 0)
     images = config.sampling.group_size * len(plan.groups)
     with stages.stage("sample", f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch.") as watch:
-        work, pictures = sample(policy, config, plan, small, watch)
+        work, decoded = sample(policy, config, plan, small, watch)
     stages.done["sample"]["images_per_s"] = images / stages.done["sample"]["seconds"]
     finite = all(np.isfinite(part.log_probs).all() and np.isfinite(part.latents).all()
                  for part in work.trajectories.values())
-    check("samples are finite, and the images no blanks", finite and pictures.std() > 0,
-          f"standard deviation {pictures.std():.1f}")
+    check("samples are finite, and the images no blanks", finite and decoded.std() > 0,
+          f"standard deviation {decoded.std():.1f}")
 
     hint = (f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch, or add "
             "train.activation_checkpointing=true.")

@@ -44,16 +44,16 @@ SHAPES = {
 SMALL = {"projection_dim": 32, "text": (32, 64, 2, 2), "vision": (32, 64, 2, 2), "act": "gelu"}
 
 
-def pictures(count: int, size: int) -> tuple[np.ndarray, list[str]]:
-    """uint8 [n, size, size, 3], RGB, and their prompts, one in two of which is of another picture."""
+def drawn_images(count: int, size: int) -> tuple[np.ndarray, list[str]]:
+    """uint8 [n, size, size, 3], RGB, and their prompts, one in two of which is of another image."""
     from PIL import Image, ImageDraw, ImageFont
 
     random, images, prompts = Random(0), [], []
     for number in range(count):
         word = WORDS[number % len(WORDS)]
-        picture = Image.new("RGB", (size, size), tuple(random.randrange(120, 256) for _ in range(3)))
-        ImageDraw.Draw(picture).text((size / 2, size / 2), word, "black", ImageFont.load_default(size / 6), anchor="mm")
-        images.append(np.asarray(picture))
+        image = Image.new("RGB", (size, size), tuple(random.randrange(120, 256) for _ in range(3)))
+        ImageDraw.Draw(image).text((size / 2, size / 2), word, "black", ImageFont.load_default(size / 6), anchor="mm")
+        images.append(np.asarray(image))
         prompts.append(f'a sign with the word "{word if number % 2 else random.choice(WORDS)}"')
     return np.stack(images), prompts
 
@@ -76,7 +76,7 @@ def random_clip(folder: Path, shape: dict[str, Any], size: int) -> str:
     torch.manual_seed(0)
     model = CLIPModel(CLIPConfig(projection_dim=shape["projection_dim"], text_config=tower("text") | tokens,
                                  vision_config=tower("vision") | {"image_size": size, "patch_size": 14}))
-    for weight in model.parameters():  # at the library's own scale all pictures would embed to nearly the same
+    for weight in model.parameters():  # at the library's own scale all images would embed to nearly the same
         if weight.ndim >= 2:
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
     model.save_pretrained(folder)
@@ -93,7 +93,7 @@ def side(name: str, settings: dict[str, Any], count: int, size: int, self_test: 
     reward = get(name, **settings)
     if self_test:
         self_tested(reward)
-    images, prompts = pictures(count, size)
+    images, prompts = drawn_images(count, size)
 
     def score(rows: slice) -> np.ndarray:
         some = images[rows]
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--option", action="append", metavar="KEY=VALUE", help="an option of the reward; repeat it for more")
     p.add_argument("--random", action="store_true", help="a CLIP of random weights, at its published size")
     p.add_argument("--small", action="store_true", help="with --random: a small one")
-    p.add_argument("--images", type=int, default=32, help="pictures to score")
+    p.add_argument("--images", type=int, default=32, help="images to score")
     p.add_argument("--size", type=int, default=512, help="their edge in pixels")
     p.add_argument("--tolerance", type=float, default=0.02, help="largest difference, as a share of the scores' spread")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -3,7 +3,7 @@
     python -m benchmarks.scoring [CONFIG] [KEY=VALUE ...] [--reward NAME] [--replicas 1 2] [--shards 24] [--rounds 3]
                                  [--steps 6] [--warmup 2] [--json]
 
-- throughput: `--shards` shards of the configuration's size (words drawn in its picture size) go through a real pool of 1, 2, …
+- throughput: `--shards` shards of the configuration's size (words drawn in its image size) go through a real pool of 1, 2, …
   reward actors of `--reward` (default: the configuration's first), and through the same reward in a plain loop in this
   process. Told are images/s and the ratio to the plain loop; the sides take turns.
 - overlap: the configuration is trained for `warmup` + `steps` steps. Told are the seconds that the scoring calls of a step
@@ -46,7 +46,7 @@ from flowgrpo_ray.rewards import get
 from flowgrpo_ray.tiny.drawing import LONGEST, neat
 
 
-def pictures(config: Config, shards: int) -> tuple[list[np.ndarray], list[list[PromptRecord]]]:
+def drawn_images(config: Config, shards: int) -> tuple[list[np.ndarray], list[list[PromptRecord]]]:
     """Shards of words as the configuration's prompts ask for, uint8 [m, H, W, 3], and their prompts."""
     from PIL import Image
 
@@ -90,7 +90,7 @@ class Pool:
 
 def throughput(config: Config, name: str, replicas: Sequence[int], shards: int, rounds: int) -> dict[str, Any]:
     """Images/s of the plain loop and of pools of so many replicas."""
-    images, records = pictures(config, shards)
+    images, records = drawn_images(config, shards)
     reward = config.rewards[name]
     plain = get(reward.spec(name), **reward.options)
     count = sum(map(len, records))

@@ -191,7 +191,7 @@ def evaluate(
 # Without Ray ----------------------------------------------------------------------------------------------------------
 
 @app.command(epilog="Example: flowgrpo-ray sample configs/tiny_ocr.yaml --prompt 'the word \"RAY\"' -n 4 "
-                    "--adapter runs/first/checkpoints/step_30/adapter --out pictures")
+                    "--adapter runs/first/checkpoints/step_30/adapter --out images")
 def sample(
     config: OptionalConfigArg = None, overrides: OverridesArg = None,
     model: Annotated[str | None, typer.Option(

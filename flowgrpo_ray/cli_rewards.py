@@ -63,7 +63,7 @@ def score(
     prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; repeat it for more")] = None,
     options: OptionsOption = None,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="Write a table too: .parquet, .csv or .jsonl")] = None,
-    self_test: Annotated[bool, typer.Option(help="Score known pictures first")] = True,
+    self_test: Annotated[bool, typer.Option(help="Score known images first")] = True,
 ) -> None:
     """Score the images of a folder.
 
@@ -75,21 +75,21 @@ def score(
     from flowgrpo_ray.score import (
         batches_of,
         check_table,
-        find_pictures,
+        find_images,
         make_room,
-        other_pictures,
-        score_pictures,
+        other_images,
+        score_images,
         write_table,
     )
 
     if out is not None:
         check_table(out)
     given = options_by_reward(reward, options)
-    pictures = find_pictures(images, given_prompts(prompt, prompts, "which prompts belong to the images?"))
-    if unread := other_pictures(images):
+    files = find_images(images, given_prompts(prompt, prompts, "which prompts belong to the images?"))
+    if unread := other_images(images):
         typer.echo(f"not read: {', '.join(unread)}; convert them to .png first", err=True)
-    _check_prompts(given, [p.record for p in pictures])
-    batches = {name: batches_of(reward_class(name), settings, pictures) for name, settings in given.items()}
+    _check_prompts(given, [p.record for p in files])
+    batches = {name: batches_of(reward_class(name), settings, files) for name, settings in given.items()}
     if out is not None:
         make_room(out)
     columns: dict[str, None] = {}
@@ -97,30 +97,30 @@ def score(
         scorer = get(name, **settings)
         if self_test:
             self_tested(scorer)
-        score_pictures(scorer, short_name(name), batches[name],
+        score_images(scorer, short_name(name), batches[name],
                        {*columns, *map(short_name, given)} - {short_name(name)})
         for note in scorer.notes:
             typer.echo(f"{short_name(name)}: {note}", err=True)
-        # The reward's own column is there even where it failed on every picture.
-        columns |= dict.fromkeys([short_name(name), *(key for picture in pictures for key in picture.scores)])
+        # The reward's own column is there even where it failed on every image.
+        columns |= dict.fromkeys([short_name(name), *(key for file in files for key in file.scores)])
         del scorer
         gc.collect()  # its model has to be gone, cycles or not, before the next one is loaded
     keys = list(columns)
-    width = max(len(picture.path.name) for picture in pictures)
+    width = max(len(file.path.name) for file in files)
     typer.echo("  ".join([f"{'image':<{width}}", *(f"{key:>{max(len(key), 9)}}" for key in keys)]))
-    for picture in pictures:
-        cells = [f"{picture.scores[key]:.4f}" if key in picture.scores else "-" for key in keys]
-        line = [f"{picture.path.name:<{width}}", *(f"{c:>{max(len(k), 9)}}" for k, c in zip(keys, cells, strict=True))]
-        typer.echo("  ".join(line) + (f"  {picture.error}" if picture.error else ""))
+    for file in files:
+        cells = [f"{file.scores[key]:.4f}" if key in file.scores else "-" for key in keys]
+        line = [f"{file.path.name:<{width}}", *(f"{c:>{max(len(k), 9)}}" for k, c in zip(keys, cells, strict=True))]
+        typer.echo("  ".join(line) + (f"  {file.error}" if file.error else ""))
     for key in keys:
-        values = [picture.scores[key] for picture in pictures if key in picture.scores]
+        values = [file.scores[key] for file in files if key in file.scores]
         mean = f"{sum(values) / len(values):.4f}" if values else "-"
         typer.echo(f"mean {key}: {mean} of {len(values)} images")
     if out is not None:
-        write_table(out, pictures, keys)
+        write_table(out, files, keys)
         typer.echo(out)
-    if failed := sum(picture.error is not None for picture in pictures):
-        typer.echo(f"{failed} of {len(pictures)} images have no score", err=True)
+    if failed := sum(file.error is not None for file in files):
+        typer.echo(f"{failed} of {len(files)} images have no score", err=True)
         raise typer.Exit(1)
 
 
@@ -131,7 +131,7 @@ def serve_reward(
     options: OptionsOption = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Most images in one request")] = 256,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Largest request, in MB")] = 256,
-    self_test: Annotated[bool, typer.Option(help="Score known pictures first")] = True,
+    self_test: Annotated[bool, typer.Option(help="Score known images first")] = True,
 ) -> None:
     """Serve a reward over HTTP, for `remote` rewards.
 

@@ -294,13 +294,13 @@ def _why_no_evaluation(config: Config, rows: Sequence[Row]) -> str:
 
 
 def places(run_dir: str, step: int) -> list[tuple[str, str]]:
-    """What a finished run left, and where: the report, first and last pictures, the adapter."""
+    """What a finished run left, and where: the report, first and last images, the adapter."""
     out = []
     if storage.size(storage.join(run_dir, "report.html")) is not None:
         out.append(("report", storage.join(run_dir, "report.html")))
     grids = [uri for weights, _, uri in list_grids(run_dir) if weights == "policy"]
     if grids:
-        out.append(("pictures", grids[0]))
+        out.append(("images", grids[0]))
         if len(grids) > 1:
             out.append(("", grids[-1]))
     adapter = storage.join(run_dir, "checkpoints", f"step_{step}", "adapter")

@@ -17,17 +17,17 @@ from flowgrpo_ray.errors import ConfigError, FlowGrpoError, message_of, nearest,
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
 from flowgrpo_ray.rewards.base import batch_size_of, no_exit, read_only, renamed, validated
-from flowgrpo_ray.rewards.pictures import PictureError, read_rgb
+from flowgrpo_ray.rewards.image_files import ImageError, read_rgb
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-OTHER_ENDINGS = (".gif", ".tif", ".tiff")  # pictures that are not read: of several frames, or of more than 8 bits
+OTHER_ENDINGS = (".gif", ".tif", ".tiff")  # images that are not read: of several frames, or of more than 8 bits
 TABLE_COLUMNS = ("path", "prompt", "error")  # those that are no scores
 TABLE_ENDINGS = (".parquet", ".csv", ".jsonl")
 _NUMBERED = re.compile(r"(\d+)_(\d+)")  # <prompt>_<image>, as `flowgrpo-ray sample` writes them
 
 
 @dataclass
-class Picture:
+class ImageFile:
     """An image file, the prompt that it belongs to (its number in the prompt file), and its scores by key."""
 
     path: Path
@@ -47,7 +47,7 @@ class Picture:
         return height, width
 
 
-def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[Picture]:
+def find_images(folder: str | Path, records: Sequence[PromptRecord]) -> list[ImageFile]:
     """Pair the images of a folder with prompts: by the numbers in names such as `03_01.png` (prompt 3, image 1), else in the
     order of their names, one prompt each; a single prompt goes with every image.
 
@@ -60,7 +60,7 @@ def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[P
         raise ConfigError(f"no folder at {folder}{nearest(str(folder), siblings)}")
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
-        others = other_pictures(folder)
+        others = other_images(folder)
         raise ConfigError(f"{folder} holds no images ({', '.join(IMAGE_ENDINGS)})"
                           + (f"; not read: {', '.join(others)}" if others else ""))
     numbered = [(int(match[1]), path) for path in files if (match := _NUMBERED.fullmatch(path.stem))]
@@ -69,17 +69,17 @@ def find_pictures(folder: str | Path, records: Sequence[PromptRecord]) -> list[P
         if beyond and len(records) > 1:
             raise ConfigError(f"{beyond[0]} is named after prompt {int(beyond[0].split('_')[0])} (counted from 0), and there "
                               f"are {len(records)} prompts")
-        return [Picture(path, number, records[number if len(records) > 1 else 0]) for number, path in numbered]
+        return [ImageFile(path, number, records[number if len(records) > 1 else 0]) for number, path in numbered]
     if len(records) == 1:
-        return [Picture(path, 0, records[0]) for path in files]
+        return [ImageFile(path, 0, records[0]) for path in files]
     if len(files) != len(records):
         raise ConfigError(f"{folder} holds {len(files)} images, and there are {len(records)} prompts; give a prompt per image "
                           "in the order of the file names, a single prompt, or names such as 03_01.png (prompt 3, image 1)")
-    return [Picture(path, number, record) for number, (path, record) in enumerate(zip(files, records, strict=True))]
+    return [ImageFile(path, number, record) for number, (path, record) in enumerate(zip(files, records, strict=True))]
 
 
-def other_pictures(folder: str | Path) -> list[str]:
-    """Names of the pictures in a folder that are of a kind that is not read."""
+def other_images(folder: str | Path) -> list[str]:
+    """Names of the images in a folder that are of a kind that is not read."""
     return sorted(path.name for path in Path(folder).expanduser().iterdir() if path.suffix.lower() in OTHER_ENDINGS)
 
 
@@ -87,43 +87,43 @@ def read_image(path: Path) -> np.ndarray:
     """uint8 [H, W, 3], RGB. Raises ConfigError where the file is no image, or would be read wrongly."""
     try:
         return read_rgb(path)
-    except PictureError as error:
+    except ImageError as error:
         raise ConfigError(f"{path} {error}") from error
 
 
-def batches_of(cls: type[Reward], options: Mapping[str, Any], pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """The pictures of each call of a reward; reads every one once, keeps none of them, and loads no model.
+def batches_of(cls: type[Reward], options: Mapping[str, Any], images: Sequence[ImageFile]) -> list[list[ImageFile]]:
+    """The images of each call of a reward; reads every one once, keeps none of them, and loads no model.
 
-    Pictures of equal size go together, as many as the reward's option `batch_size` says, else its attribute; where the reward
+    Images of equal size go together, as many as the reward's option `batch_size` says, else its attribute; where the reward
     scores whole groups, those of one prompt.
 
     Raises:
-        ConfigError: a picture cannot be read, or the pictures of a group differ in size.
+        ConfigError: an image cannot be read, or the images of a group differ in size.
     """
     whole = cls.scope == "group"
-    alike: dict[Any, list[Picture]] = {}
-    for picture in pictures:
-        size = picture.size
-        alike.setdefault(picture.number if whole else size, []).append(picture)
+    alike: dict[Any, list[ImageFile]] = {}
+    for image in images:
+        size = image.size
+        alike.setdefault(image.number if whole else size, []).append(image)
     if whole:
         for first, *rest in alike.values():
-            if other := next((picture for picture in rest if picture.size != first.size), None):
-                raise ConfigError(f"reward {cls.name} scores a group in one call, and the pictures of prompt "
+            if other := next((image for image in rest if image.size != first.size), None):
+                raise ConfigError(f"reward {cls.name} scores a group in one call, and the images of prompt "
                                   f"{first.record.prompt!r} differ in size: {_sized(first)} and {_sized(other)}")
         return list(alike.values())
     n = batch_size_of(cls, options)
     return [part[start : start + n] for part in alike.values() for start in range(0, len(part), n)]
 
 
-def _sized(picture: Picture) -> str:
-    height, width = picture.size
-    return f"{picture.path.name} is {width} x {height}"
+def _sized(image: ImageFile) -> str:
+    height, width = image.size
+    return f"{image.path.name} is {width} x {height}"
 
 
-def score_pictures(reward: Reward, name: str, batches: Sequence[Sequence[Picture]], others: Collection[str] = ()) -> None:
-    """Score pictures in place, a call for each of the batches; the keys of their scores carry `name`.
+def score_images(reward: Reward, name: str, batches: Sequence[Sequence[ImageFile]], others: Collection[str] = ()) -> None:
+    """Score images in place, a call for each of the batches; the keys of their scores carry `name`.
 
-    A batch that fails is scored again one by one (a group is not); a picture that fails then has no score, and its `error`
+    A batch that fails is scored again one by one (a group is not); an image that fails then has no score, and its `error`
     says why, after what it says of other rewards.
 
     Raises:
@@ -132,12 +132,12 @@ def score_pictures(reward: Reward, name: str, batches: Sequence[Sequence[Picture
     for batch in batches:
         last = len(batch) == 1 or reward.scope == "group"
         if not _scored(reward, name, batch, others, keep=last) and not last:
-            for picture in batch:
-                _scored(reward, name, [picture], others, keep=True)
+            for image in batch:
+                _scored(reward, name, [image], others, keep=True)
 
 
-def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collection[str], *, keep: bool) -> bool:
-    """Whether the pictures could be scored; where not, why is kept as their error if `keep` says so."""
+def _scored(reward: Reward, name: str, rows: Sequence[ImageFile], others: Collection[str], *, keep: bool) -> bool:
+    """Whether the images could be scored; where not, why is kept as their error if `keep` says so."""
     signals.check()
     try:
         with no_exit(name):
@@ -146,10 +146,10 @@ def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collecti
                                   group_ids=[p.number for p in rows] if reward.scope == "group" else None)
         given = validated(result, len(rows), reward.name, range=reward.range)
     except Exception as error:
-        for picture in rows if keep else ():
+        for image in rows if keep else ():
             place = "" if isinstance(error, FlowGrpoError) else f" ({place_of(error)})"
             what = f"{name}: {type(error).__name__}: {message_of(error)}{place}"
-            picture.error = "; ".join([*filter(None, [picture.error]), what])
+            image.error = "; ".join([*filter(None, [image.error]), what])
         return False
     scores = renamed(given, reward.name, name)
     for key, values in scores.items():
@@ -159,13 +159,13 @@ def _scored(reward: Reward, name: str, rows: Sequence[Picture], others: Collecti
         if key in others:
             raise ConfigError(f"reward {name} gives a score named {key!r}, which another reward has given; score with one of "
                               "them at a time")
-        for picture, value in zip(rows, values, strict=True):
-            picture.scores[key] = float(value)
+        for image, value in zip(rows, values, strict=True):
+            image.scores[key] = float(value)
     return True
 
 
-def write_table(path: str | Path, pictures: Sequence[Picture], keys: Sequence[str]) -> None:
-    """Write path, prompt, scores (null where there is none) and error of every picture as .parquet, .csv or .jsonl.
+def write_table(path: str | Path, images: Sequence[ImageFile], keys: Sequence[str]) -> None:
+    """Write path, prompt, scores (null where there is none) and error of every image as .parquet, .csv or .jsonl.
 
     Raises:
         ConfigError: the ending is another.
@@ -174,9 +174,9 @@ def write_table(path: str | Path, pictures: Sequence[Picture], keys: Sequence[st
     from pyarrow import csv, parquet
 
     path = check_table(path)
-    columns: dict[str, Any] = {"path": [str(p.path) for p in pictures], "prompt": [p.record.prompt for p in pictures]}
-    columns |= {key: pa.array([p.scores.get(key) for p in pictures], pa.float64()) for key in keys}
-    columns["error"] = pa.array([p.error for p in pictures], pa.string())
+    columns: dict[str, Any] = {"path": [str(p.path) for p in images], "prompt": [p.record.prompt for p in images]}
+    columns |= {key: pa.array([p.scores.get(key) for p in images], pa.float64()) for key in keys}
+    columns["error"] = pa.array([p.error for p in images], pa.string())
     table = pa.table(columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":

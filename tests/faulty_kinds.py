@@ -1,4 +1,4 @@
-"""Every kind of reward with faults: `faulty_kinds:KIND` is the built-in class, which goes wrong on marked pictures.
+"""Every kind of reward with faults: `faulty_kinds:KIND` is the built-in class, which goes wrong on marked images.
 
 The mark, in the first pixel, says how. What a fault does not touch is scored by the class itself, in the same call.
 """
@@ -18,29 +18,29 @@ from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.rewards import reward_class
 
 ACTOR = ("raise", "hang", "nan", "short", "empty", "die")  # of the scoring call
-MODEL = ("model_nan",)  # NaN comes out of the network, for the marked picture alone
+MODEL = ("model_nan",)  # NaN comes out of the network, for the marked image alone
 COLOUR = ("colour_nan",)  # the same of the second network of geneval
 SERVER = ("http_500", "http_hang", "http_close", "http_nan", "http_short", "http_empty", "http_unparsable", "http_outside")
 FAULTS = (*ACTOR, *MODEL, *COLOUR, *SERVER)
 MARK = (201, 7)  # red and green of the mark; blue is the fault's number
 
 
-def marked(pictures: np.ndarray, row: int, fault: str) -> np.ndarray:
-    """A copy of pictures, or of videos, in which one bears the mark of a fault."""
-    pictures = pictures.copy()
-    pictures[row].reshape(-1, 3)[0] = (*MARK, FAULTS.index(fault))
-    return pictures
+def marked(images: np.ndarray, row: int, fault: str) -> np.ndarray:
+    """A copy of images, or of videos, in which one bears the mark of a fault."""
+    images = images.copy()
+    images[row].reshape(-1, 3)[0] = (*MARK, FAULTS.index(fault))
+    return images
 
 
-def fault_of(picture: np.ndarray) -> str | None:
-    red, green, blue = map(int, picture.reshape(-1, 3)[0])
+def fault_of(image: np.ndarray) -> str | None:
+    red, green, blue = map(int, image.reshape(-1, 3)[0])
     return FAULTS[blue] if (red, green) == MARK and blue < len(FAULTS) else None
 
 
-def spoiled(scores: dict[str, Any], pictures: np.ndarray) -> dict[str, Any]:
-    """What a call answers that has marked pictures in it."""
+def spoiled(scores: dict[str, Any], images: np.ndarray) -> dict[str, Any]:
+    """What a call answers that has marked images in it."""
     scores = {key: np.array(values) for key, values in scores.items()}
-    for row, fault in enumerate(map(fault_of, pictures)):
+    for row, fault in enumerate(map(fault_of, images)):
         if fault == "raise":
             raise ValueError("this image is beyond me")
         if fault == "hang":
@@ -64,13 +64,13 @@ class Faulty:
 
             tiny_image_reward.package()[1].create_vit = tiny_image_reward.small_vit
         super().__init__(**options)
-        self._faults: list[str | None] = []  # of the pictures of a call
-        self._passed: dict[str, int] = {}  # pictures that went through a network in it
+        self._faults: list[str | None] = []  # of the images of a call
+        self._passed: dict[str, int] = {}  # images that went through a network in it
         for fault, network in zip((*MODEL, *COLOUR), networks(self), strict=False):
             network.register_forward_hook(partial(self._spoil, fault))
 
     def _spoil(self, fault: str, network: Any, args: Any, output: Any) -> None:
-        """Pictures pass in the order of the call, one or a few at a time."""
+        """Images pass in the order of the call, one or a few at a time."""
         parts = [getattr(output, key) for key in ("pooler_output", "logits", "pred_boxes") if hasattr(output, key)]
         tensors = parts or [output]
         first = self._passed.get(fault, 0)
@@ -80,12 +80,12 @@ class Faulty:
                 tensor[row] = float("nan")
 
     def score(self, images: Any, prompts: Any, metadata: Any, *, group_ids: Any = None) -> dict[str, Any]:
-        self._faults, self._passed = [fault_of(picture) for picture in images], {}
+        self._faults, self._passed = [fault_of(image) for image in images], {}
         return spoiled(super().score(images, prompts, metadata, group_ids=group_ids), images)
 
 
 def networks(reward: Any) -> list[Any]:
-    """The networks that pictures go into."""
+    """The networks that images go into."""
     if hasattr(reward, "clip"):
         return [reward.clip._model.vision_model]
     if reward.name == "image_reward":

@@ -1,4 +1,4 @@
-"""What stands behind the rewards over HTTP: servers that score the share of red, and do on a marked picture what it says."""
+"""What stands behind the rewards over HTTP: servers that score the share of red, and do on a marked image what it says."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def from_png(text: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text.rpartition(",")[2]))).convert("RGB"))
 
 
-def red(picture: np.ndarray) -> float:
-    return float(picture[..., 0].mean() / 255)
+def red(image: np.ndarray) -> float:
+    return float(image[..., 0].mean() / 255)
 
 
 class Marked:
-    """`seen` are the pictures that came."""
+    """`seen` are the images that came."""
 
     def __init__(self):
         self.seen: list[np.ndarray] = []
 
     def take(self, texts):
-        """(pictures of a request, the fault that one of them asks of a server)."""
-        pictures = [from_png(text) for text in texts]
-        self.seen += pictures
-        return pictures, next((fault for fault in map(fault_of, pictures) if fault in SERVER), None)
+        """(images of a request, the fault that one of them asks of a server)."""
+        images = [from_png(text) for text in texts]
+        self.seen += images
+        return images, next((fault for fault in map(fault_of, images) if fault in SERVER), None)
 
     def transport(self, fault):
         """The answer of a server that is out of order."""
@@ -52,8 +52,8 @@ class Rewards(Marked):
     def __call__(self, method, path, body):
         if path == "/health":
             return 200, self.health
-        pictures, fault = self.take(body["images"])
-        scores = [self.low + (self.high - self.low) * red(picture) for picture in pictures]
+        images, fault = self.take(body["images"])
+        scores = [self.low + (self.high - self.low) * red(image) for image in images]
         if answer := self.transport(fault):
             return answer
         if fault == "http_unparsable":
@@ -68,7 +68,7 @@ class Rewards(Marked):
 
 class Chat(Marked):
     """An OpenAI-compatible endpoint; `form` is what a right reply looks like, with a grade from 1 to 5 in it, or None for
-    the better of two pictures."""
+    the better of two images."""
 
     FAULTS = tuple(fault for fault in SERVER if fault != "http_short")
 
@@ -79,17 +79,17 @@ class Chat(Marked):
     def __call__(self, method, path, body):
         if path == "/v1/models":
             return 200, {"data": [{"id": "judge"}]}
-        pictures, fault = self.take(
+        images, fault = self.take(
             part["image_url"]["url"] for part in body["messages"][0]["content"] if part["type"] == "image_url")
         if answer := self.transport(fault):
             return answer
         if self.form is None:
-            first, second = map(red, pictures)
+            first, second = map(red, images)
             better = {"http_nan": float("nan"), "http_outside": "third"}.get(fault, "first" if first > second else "second")
             reply = json.dumps({"better": better})
         else:
-            (picture,) = pictures
-            grade = {"http_nan": "NaN", "http_outside": "11"}.get(fault, f"{1 + 4 * red(picture):.4f}")
+            (image,) = images
+            grade = {"http_nan": "NaN", "http_outside": "11"}.get(fault, f"{1 + 4 * red(image):.4f}")
             reply = self.form % grade
         reply = {"http_empty": "", "http_unparsable": "I like it"}.get(fault, reply)
         return 200, {"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]}

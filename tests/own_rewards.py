@@ -115,7 +115,7 @@ def ambiguous(images, prompts, metadata):
 
 def hopeless(images, prompts, metadata):
     """Never has a score."""
-    raise ValueError("no picture is good enough")
+    raise ValueError("no image is good enough")
 
 
 def faulty_everywhere(images, prompts, metadata):
@@ -141,7 +141,7 @@ def keeps_a_secret(images, prompts, metadata):
 
 
 def sick_on_one_actor(images, prompts, metadata, *, folder=""):
-    """Brightness; in the process that scores pictures of 8 x 8 first, an error every time."""
+    """Brightness; in the process that scores images of 8 x 8 first, an error every time."""
     if images.shape[1:3] == (8, 8):
         sick = os.path.join(folder, "sick")
         try:

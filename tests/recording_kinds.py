@@ -1,5 +1,5 @@
-"""Every kind of reward that looks at pictures itself: `recording_kinds:KIND` is the built-in class, which writes what
-reaches its network, reader or encoder into a folder, one .npy per picture in the order they come."""
+"""Every kind of reward that looks at images itself: `recording_kinds:KIND` is the built-in class, which writes what
+reaches its network, reader or encoder into a folder, one .npy per image in the order they come."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recording(Faulty):
                 with_kwargs=True)
         if hasattr(self, "read"):
             predict = self._model.predict
-            self._model.predict = lambda pictures, **more: (self._keep("reader", pictures), predict(pictures, **more))[1]
+            self._model.predict = lambda images, **more: (self._keep("reader", images), predict(images, **more))[1]
         if hasattr(self, "_sign"):
             self._keep_files()
 
@@ -40,8 +40,8 @@ class Recording(Faulty):
 
         save = Image.Image.save
 
-        def kept(picture: Any, file: Any, *args: Any, **more: Any) -> None:
-            save(picture, file, *args, **more)
+        def kept(image: Any, file: Any, *args: Any, **more: Any) -> None:
+            save(image, file, *args, **more)
             file.seek(0)
             assert more["format"] == "JPEG"
             self._keep("file", [np.asarray(Image.open(file))])
@@ -49,9 +49,9 @@ class Recording(Faulty):
 
         Image.Image.save = kept
 
-    def _keep(self, what: str, pictures: Any) -> None:
-        for picture in pictures:
-            np.save(os.path.join(self._folder, f"{what}-{len(os.listdir(self._folder)):04}.npy"), picture)
+    def _keep(self, what: str, images: Any) -> None:
+        for image in images:
+            np.save(os.path.join(self._folder, f"{what}-{len(os.listdir(self._folder)):04}.npy"), image)
 
 
 @lru_cache

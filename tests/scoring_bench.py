@@ -69,7 +69,7 @@ def config_of(rewards: dict, **more) -> Config:
     return load(None, {"rewards": rewards, "pools.reward": {name: {"num_cpus": 0.1} for name in rewards}, **more})
 
 
-def pictures(n, seed=0, victim=None):
+def random_images(n, seed=0, victim=None):
     images = np.random.default_rng(seed).integers(0, 200, (n, 8, 8, 3), np.uint8)
     if victim is not None:
         images[victim, 0, 0] = own_rewards.VICTIM

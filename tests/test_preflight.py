@@ -82,7 +82,7 @@ URL, ENDPOINT = {"url": "http://127.0.0.1:9"}, {"base_url": "http://127.0.0.1:9/
     ({"type": "vlm_judge", "options": ENDPOINT | {"timeout_s": 300}}, ["rewards.far.timeout_s is 120", "value is 304"]),
     ({"type": "qwen_vl", "options": ENDPOINT | {"retries": 9}}, ["rewards.far.timeout_s is 120", "value is 182"]),
     ({"type": "vlm_preference", "options": ENDPOINT | {"max_pairs": 1}},
-     ["rewards.far.options: reward vlm_preference: max_pairs 1 leaves pictures of a group of 4 out; the smallest right value "
+     ["rewards.far.options: reward vlm_preference: max_pairs 1 leaves images of a group of 4 out; the smallest right value "
       "is 2 (sampling.group_size is 4)"]),
     ({"python": "own_rewards:brightness", "options": {"scale": float("nan")}},
      ["rewards.far.options: reward brightness: option scale is nan, not a finite number"]),

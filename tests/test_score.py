@@ -86,7 +86,7 @@ def test_an_image_that_fails_has_no_score_and_the_others_do(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "error"), [
-    ("hopeless", "ValueError: no picture is good enough"), ("leaves", "RewardError: reward leaves called sys.exit(0)"),
+    ("hopeless", "ValueError: no image is good enough"), ("leaves", "RewardError: reward leaves called sys.exit(0)"),
 ])
 def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
     assert "b.png cannot be read as an image" in cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr
 
 
-def test_pictures_that_would_be_read_wrongly_are_refused(tmp_path):
+def test_images_that_would_be_read_wrongly_are_refused(tmp_path):
     folder, images = folder_of(tmp_path / "images", ["a.png"])
     Image.fromarray(images[0][..., 0].astype(np.uint16) * 257).save(folder / "a.png")
     assert "more than 8 bits a channel" in cli(folder, "--reward", JPEG, "--prompt", "x", code=2).stderr
@@ -271,7 +271,7 @@ def test_a_group_of_several_sizes_is_refused(tmp_path, prompts, own):
     Image.fromarray(images[0]).resize((50, 40)).save(folder / "1_1.png")
     result = cli(folder, f"--reward={own}:never", "--reward=own_rewards:rank_in_group", "--prompts", prompts, code=2)
     error = " ".join(result.stderr.split())
-    assert "reward rank_in_group scores a group in one call, and the pictures of prompt" in error and '"DE"' in error
+    assert "reward rank_in_group scores a group in one call, and the images of prompt" in error and '"DE"' in error
     assert "1_0.png is 24 x 16 and 1_1.png is 50 x 40" in error
 
 
@@ -291,7 +291,7 @@ def test_a_table_of_before_stays_until_it_is_replaced(tmp_path, own):
     assert (tmp_path / "s.csv").read_text() == "before"
 
 
-def test_pictures_of_other_kinds_are_named(tmp_path):
+def test_images_of_other_kinds_are_named(tmp_path):
     folder, images = folder_of(tmp_path / "images", ["a.png", "b.gif", "c.TIF", "d.tiff"])
     assert "not read: b.gif, c.TIF, d.tiff" in cli(folder, "--reward", JPEG, "--prompt", "x").stderr
     (folder / "a.png").unlink()
@@ -307,7 +307,7 @@ def test_pictures_of_other_kinds_are_named(tmp_path):
     (png(RGB, 16, [b"abcdef"], width=1), "b.png has more than 8 bits a channel"),
 ], ids=itertools.count())
 @pytest.mark.parametrize("grouped", [False, True])
-def test_every_picture_is_read_before_a_reward_is_loaded(tmp_path, own, data, message, grouped):
+def test_every_image_is_read_before_a_reward_is_loaded(tmp_path, own, data, message, grouped):
     folder, _ = folder_of(tmp_path / "images", ["a.png"])
     (folder / "b.png").write_bytes(data)
     names = ["--reward", f"{own}:never", *(["--reward", "own_rewards:rank_in_group"] if grouped else [])]
@@ -324,7 +324,7 @@ def test_what_only_a_whole_group_needs_is_read_before_a_reward_is_loaded(tmp_pat
 
 
 @pytest.mark.parametrize("function", ["bs", "rank_in_group"])
-def test_no_more_pictures_are_held_than_one_call_takes(tmp_path, own, monkeypatch, function):
+def test_no_more_images_are_held_than_one_call_takes(tmp_path, own, monkeypatch, function):
     held, most = [], []
 
     def noted(array):
@@ -353,7 +353,7 @@ def test_a_reward_is_gone_before_the_next_is_loaded(tmp_path, own):
         gc.enable()
 
 
-def test_a_picture_that_is_gone_when_it_is_to_be_scored_has_no_score(tmp_path, own):
+def test_an_image_that_is_gone_when_it_is_to_be_scored_has_no_score(tmp_path, own):
     folder, _ = folder_of(tmp_path / "images", ["a.png", "b.png"])
     name = f"{own}:removes"
     cli(folder, "--reward", name, "--reward", JPEG, "--option", f"{name}.file={folder / 'b.png'}", "--prompt", "x",

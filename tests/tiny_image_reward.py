@@ -18,7 +18,7 @@ MED_CONFIG = {
     "max_position_embeddings": 64, "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 2,
     "pad_token_id": 0, "type_vocab_size": 2, "vocab_size": 40, "encoder_width": 768, "add_cross_attention": True,
 }
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "plain", "red", "blue", "green", "picture", "of", "cat", "dog",
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "plain", "red", "blue", "green", "image", "of", "cat", "dog",
          "##s", "noise", ",", "word")
 
 
@@ -31,7 +31,7 @@ def small_vit(vit: str, image_size: int, *args: Any) -> tuple[Any, int]:
 
 def package() -> tuple[Any, Any]:
     """The package's modules, as the reward imports them."""
-    return image_reward_package.load(lambda picture: torch.from_numpy(image_reward.preprocess(picture)))
+    return image_reward_package.load(lambda image: torch.from_numpy(image_reward.preprocess(image)))
 
 
 def save(folder: Path) -> dict[str, str]:

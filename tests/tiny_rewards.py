@@ -57,7 +57,7 @@ def aesthetic_head(width: int) -> dict[str, torch.Tensor]:
 
 
 def detector(folder: Path) -> None:
-    """A YOLOS that takes everything for dogs which fill the picture."""
+    """A YOLOS that takes everything for dogs which fill the image."""
     model = tiny_yolos.sure_of_1(DETECTED, queries=5)
     corners = model.bbox_predictor.layers[-1]
     corners.weight.data.zero_()

@@ -10,7 +10,7 @@ from transformers.models.yolos.image_processing_pil_yolos import YolosImageProce
 
 
 def sure_of_1(names: dict[int, str], queries: int) -> YolosForObjectDetection:
-    """One that takes everything for its class 1, at places that depend on the picture."""
+    """One that takes everything for its class 1, at places that depend on the image."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = YolosForObjectDetection(YolosConfig(

@@ -45,11 +45,11 @@ class Aesthetic(ClipReward):
         return clip
 
     def self_test_case(self) -> SelfTest:
-        """Plain and busy pictures: people's order of these is not known, but all ratings lie between 0 and 10."""
+        """Plain and busy images: people's order of these is not known, but all ratings lie between 0 and 10."""
         ramp = np.linspace(0, 255, 64).astype(np.uint8)
-        pictures = np.stack([np.broadcast_to(ramp[:, None, None], (64, 64, 3)),
+        images = np.stack([np.broadcast_to(ramp[:, None, None], (64, 64, 3)),
                              np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)])
-        return SelfTest(pictures, ("", ""), ordered=False, range=(0.0, 10.0))
+        return SelfTest(images, ("", ""), ordered=False, range=(0.0, 10.0))
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None

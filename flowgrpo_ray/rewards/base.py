@@ -125,7 +125,7 @@ def read_only(images: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Pictures whose order is known: under the prompts the scores fall from the first to the last.
+    """Images whose order is known: under the prompts the scores fall from the first to the last.
 
     images: uint8 [n, H, W, 3], RGB; prompts, metadata: n of each. With `ordered` False the scores only have to be there and
     inside `range`, which is the reward's where it is None.
@@ -139,10 +139,10 @@ class SelfTest:
 
 
 def red_above_blue(*, ordered: bool = True) -> SelfTest:
-    """The self-test of rewards that read the prompt: a plain red picture, then a plain blue one, where red is asked for."""
-    pictures = np.zeros((2, 64, 64, 3), np.uint8)
-    pictures[0, ..., 0] = pictures[1, ..., 2] = 255
-    return SelfTest(pictures, ("a plain red picture",) * 2, ordered=ordered)
+    """The self-test of rewards that read the prompt: a plain red image, then a plain blue one, where red is asked for."""
+    images = np.zeros((2, 64, 64, 3), np.uint8)
+    images[0, ..., 0] = images[1, ..., 2] = 255
+    return SelfTest(images, ("a plain red image",) * 2, ordered=ordered)
 
 
 class Reward(ABC):
@@ -245,11 +245,11 @@ class Reward(ABC):
         return "torch sees none: is this a CPU build of torch?" if torch and not torch.cuda.is_available() else None
 
     def self_test_case(self) -> SelfTest | None:
-        """Pictures whose order is known under these settings; None where there are none."""
+        """Images whose order is known under these settings; None where there are none."""
         return None
 
     def self_test(self) -> None:
-        """Score known pictures; runs when the actor starts, so that a broken install is no low reward.
+        """Score known images; runs when the actor starts, so that a broken install is no low reward.
 
         Raises:
             RewardError: scores in the wrong order or out of range, or a batch that changes the bits of a score.
@@ -274,7 +274,7 @@ class Reward(ABC):
         if _outside(scores, bounds).size:
             raise RewardError(f"reward {self.name} fails its self-test: scores {scores.tolist()} outside {low:g} to {high:g}")
         if case.ordered and not (np.diff(scores) < 0).all():
-            raise RewardError(f"reward {self.name} fails its self-test: known pictures should score from high to low, and got "
+            raise RewardError(f"reward {self.name} fails its self-test: known images should score from high to low, and got "
                               f"{scores.tolist()}; its model or weights are not what they should be")
         if self.batch_invariant:
             alone = np.concatenate([score([i]) for i in every])

@@ -1,4 +1,4 @@
-"""CLIP for rewards: loading (a folder or a hub name), the published preprocessing, and embeddings of pictures and prompts.
+"""CLIP for rewards: loading (a folder or a hub name), the published preprocessing, and embeddings of images and prompts.
 
 Only the standard library and numpy at the top: torch and transformers are imported when a model is loaded.
 """
@@ -55,7 +55,7 @@ class Clip:
 
     Args:
         model: transformers' CLIPModel in float32, on the CPU; it is moved and converted here.
-        pictures: uint8 [H, W, 3] -> float32 [3, S, S], the published preprocessing.
+        preprocess: uint8 [H, W, 3] -> float32 [3, S, S], the published preprocessing.
         tokens: a prompt -> token ids, cut and padded to the length of the text tower; None where there are no prompts.
         dtype: one of DTYPES.
         batch_size: images per pass on a GPU.
@@ -67,7 +67,7 @@ class Clip:
     notes: tuple[str, ...] = ()
 
     def __init__(
-        self, model: Any, pictures: Callable[[np.ndarray], np.ndarray], tokens: Callable[[str], list[int]] | None, *,
+        self, model: Any, preprocess: Callable[[np.ndarray], np.ndarray], tokens: Callable[[str], list[int]] | None, *,
         dtype: str, batch_size: int,
     ) -> None:
         import torch
@@ -79,7 +79,7 @@ class Clip:
         self._model = model.eval().requires_grad_(False).to(self.device, self.dtype)
         for weight in self._model.parameters():
             weight.data = weight.data.clone()  # out of the mapped file, where it lies in memory would decide about bits
-        self._pictures, self._tokens = pictures, tokens
+        self._preprocess, self._tokens = preprocess, tokens
         self.text = lru_cache(maxsize=CACHED_TEXTS)(self._text)
         self.per_pass = batch_size if self.device.type == "cuda" else 1
         if self.per_pass > 1 and not self.places_agree():
@@ -91,14 +91,14 @@ class Clip:
         """Embeddings of length 1, float64 [n, width], of images uint8 [H, W, 3] in RGB."""
         out = [np.zeros((0, self.width))]
         for start in range(0, len(images), self.per_pass):
-            some = np.stack([self._pictures(image) for image in images[start : start + self.per_pass]])
+            some = np.stack([self._preprocess(image) for image in images[start : start + self.per_pass]])
             batch = np.zeros((self.per_pass, *some.shape[1:]), np.float32)
             batch[: len(some)] = some
             out.append(_unit(self._pass(batch)[: len(some)]))
         return np.concatenate(out)
 
     def places_agree(self) -> bool:
-        """Does a picture have the same bits at every place of a pass?"""
+        """Does an image have the same bits at every place of a pass?"""
         size = self._model.config.vision_config.image_size
         noise = np.random.default_rng(0).standard_normal((1, 3, size, size), np.float32)
         rows = self._pass(np.repeat(noise, self.per_pass, axis=0))
@@ -145,9 +145,9 @@ class ClipReward(Reward):
         model = load_model(self.name, s["model"], s["revision"])
         source, revision = (s["processor"], None) if s["processor"] else (s["model"], s["revision"])
         option = "processor" if s["processor"] else "model"
-        pictures = published_pictures(self.name, option, source, revision, model.config.vision_config.image_size)
+        preprocess = published_preprocessing(self.name, option, source, revision, model.config.vision_config.image_size)
         tokens = load_tokens(self.name, option, source, revision, model.config) if self.reads_text else None
-        clip = Clip(model, pictures, tokens, dtype=s["dtype"], batch_size=s["batch_size"])
+        clip = Clip(model, preprocess, tokens, dtype=s["dtype"], batch_size=s["batch_size"])
         if tokens is not None:
             check_texts(self.name, option, source, clip)
         return clip
@@ -196,7 +196,7 @@ def load_model(name: str, source: str, revision: str | None) -> Any:
     return model
 
 
-def published_pictures(
+def published_preprocessing(
     name: str, option: str, source: str, revision: str | None, size: int
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The preprocessing of a preprocessor_config.json, by Pillow: for CLIP the shortest side resized (bicubic), the centre
@@ -212,14 +212,14 @@ def published_pictures(
     except Exception as error:
         raise unreachable(name, option, source, "a preprocessor_config.json", error) from error
 
-    def pictures(image: np.ndarray) -> np.ndarray:
+    def preprocess(image: np.ndarray) -> np.ndarray:
         return np.asarray(processor(images=Image.fromarray(image), return_tensors="np")["pixel_values"][0], np.float32)
 
-    shape = pictures(np.zeros((size, 2 * size, 3), np.uint8)).shape
+    shape = preprocess(np.zeros((size, 2 * size, 3), np.uint8)).shape
     if shape != (3, size, size):
         raise RewardError(f"reward {name}: option {option}: the preprocessing of {source!r} gives images of {list(shape)}, and "
                           f"the model takes {[3, size, size]}; they do not belong together")
-    return pictures
+    return preprocess
 
 
 def _image_processor(name: str) -> Any:

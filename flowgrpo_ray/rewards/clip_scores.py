@@ -15,7 +15,7 @@ import numpy as np
 
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.clip_models import VIT_H, VIT_L, ClipReward, cosine, model_options
-from flowgrpo_ray.rewards.pictures import PictureError, read_rgb
+from flowgrpo_ray.rewards.image_files import ImageError, read_rgb
 
 LARGEST_LOGIT_SCALE = 100.0  # what CLIP's training clips exp(logit_scale) to, and what the published models have
 CACHED_REFERENCES = 4096
@@ -33,7 +33,7 @@ class TextAlignment(ClipReward):
         """What the cosine is multiplied by."""
 
     def self_test_case(self) -> SelfTest:
-        """A red picture is more of a plain red picture than a blue one."""
+        """A red image is more of a plain red image than a blue one."""
         return red_above_blue()
 
     def score(
@@ -116,16 +116,16 @@ class ImageSimilarity(ClipReward):
         return None
 
     def self_test_case(self) -> SelfTest:
-        """A picture is more like itself than another one is."""
+        """An image is more like itself than another one is."""
         from PIL import Image
 
-        pictures = np.zeros((2, 64, 64, 3), np.uint8)
-        pictures[0, :32, :, 0] = 255
-        pictures[1, ..., 2] = np.arange(0, 256, 4)
+        images = np.zeros((2, 64, 64, 3), np.uint8)
+        images[0, :32, :, 0] = 255
+        images[1, ..., 2] = np.arange(0, 256, 4)
         buffer = io.BytesIO()
-        Image.fromarray(pictures[0]).save(buffer, format="PNG")
+        Image.fromarray(images[0]).save(buffer, format="PNG")
         reference = {"image": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}
-        return SelfTest(pictures, ("", ""), (reference,) * 2)
+        return SelfTest(images, ("", ""), (reference,) * 2)
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
@@ -145,10 +145,10 @@ class ImageSimilarity(ClipReward):
         return {self.name: cosines.astype(np.float32)}
 
     def _reference(self, uri: str) -> np.ndarray:
-        key = hashlib.sha256(uri.encode("utf-8", "surrogatepass")).digest()  # a data: URI is itself as large as a picture
+        key = hashlib.sha256(uri.encode("utf-8", "surrogatepass")).digest()  # a data: URI is itself as large as an image
         found = self._embedded.pop(key, None)
         if found is None:
-            found = self.clip.images([_picture(uri)])[0]
+            found = self.clip.images([_read_image(uri)])[0]
             if len(self._embedded) >= CACHED_REFERENCES:
                 del self._embedded[next(iter(self._embedded))]
         self._embedded[key] = found
@@ -167,13 +167,13 @@ def _path(uri: str) -> Path | None:
     return Path(urllib.parse.unquote(parts.path))
 
 
-def _picture(uri: str) -> np.ndarray:
+def _read_image(uri: str) -> np.ndarray:
     """uint8 [H, W, 3], RGB. Raises RewardError where it is no image, or would be read wrongly."""
     shown = uri if len(uri) < 100 else f"{uri[:97]}..."
     try:
         path = _path(uri)
         return read_rgb(path if path is not None else io.BytesIO(base64.b64decode(uri.partition("base64,")[2])))
-    except PictureError as error:
+    except ImageError as error:
         raise RewardError(f"reward image_similarity: the reference image {shown} {error}") from error
     except ValueError as error:
         raise RewardError(f"reward image_similarity: the reference image {shown} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""geneval: are the objects that the prompt asks for in the picture, in number, colour and place (arXiv 2310.11513)?"""
+"""geneval: are the objects that the prompt asks for in the image, in number, colour and place (arXiv 2310.11513)?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMOTE_ONLY = ("score", "timeout_s", "retries", "backoff_s")
 
 
 class GenEval(Reward):
-    """How much of what the prompt asks for is in the picture (rules, gradings and metadata: geneval_rules.py).
+    """How much of what the prompt asks for is in the image (rules, gradings and metadata: geneval_rules.py).
 
     With `url` a reward server scores; with `detector` this process does, with a detector and a CLIP of transformers. The
     range is that of `grading`; of a server's score it is what the server declares, within the range of flow_grpo.
@@ -124,19 +124,19 @@ class GenEval(Reward):
         return json_problem(metadata) if options.get("url") is not None else None
 
     def self_test_case(self) -> SelfTest | None:
-        """A server's own pictures; here two that only have to be scored: no drawn object is known to every detector."""
+        """A server's own images; here two that only have to be scored: no drawn object is known to every detector."""
         if self._client is not None:
             return self._client.self_test_case()
-        pictures = np.stack([np.full((64, 64, 3), 128, np.uint8),
+        images = np.stack([np.full((64, 64, 3), 128, np.uint8),
                              np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)])
         label = min(self._detector.labels)
         metadata = {"tag": "colors", "include": [{"class": label, "count": 1, "color": "red"}]}
-        return SelfTest(pictures, (f"a photo of a red {label}",) * 2, (metadata,) * 2, ordered=False)
+        return SelfTest(images, (f"a photo of a red {label}",) * 2, (metadata,) * 2, ordered=False)
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
     ) -> Scores:
-        """`geneval`: as `grading` says; monitor `geneval_strict`: 1 where the benchmark takes the picture for right, else 0.
+        """`geneval`: as `grading` says; monitor `geneval_strict`: 1 where the benchmark takes the image for right, else 0.
         See `Reward.score`."""
         check_batch(images, prompts, metadata)
         for prompt, extra in zip(prompts, metadata, strict=True):
@@ -153,7 +153,7 @@ class GenEval(Reward):
                 f"{self.name}_strict": np.asarray([verdict.geneval for verdict in verdicts], np.float32)}
 
     def _judge(self, image: np.ndarray, found: Sequence[Detection], metadata: Mapping[str, Any]) -> Verdict:
-        """The verdict on one picture; its detections get the prompt's names of classes."""
+        """The verdict on one image; its detections get the prompt's names of classes."""
         from dataclasses import replace
 
         from flowgrpo_ray.rewards.geneval_models import name_of

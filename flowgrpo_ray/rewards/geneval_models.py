@@ -18,7 +18,7 @@ from flowgrpo_ray.rewards.clip_models import (
     import_transformers,
     load_model,
     load_tokens,
-    published_pictures,
+    published_preprocessing,
     refuse_keys,
     unreachable,
 )
@@ -149,7 +149,7 @@ class TransformersDetector:
 
 
 class ColourClassifier:
-    """Names an object's colour: the one of `COLOURS` whose texts are nearest to the object's picture, by CLIP.
+    """Names an object's colour: the one of `COLOURS` whose texts are nearest to the object's image, by CLIP.
 
     Raises:
         RewardError: the model cannot be loaded.
@@ -157,16 +157,16 @@ class ColourClassifier:
 
     def __init__(self, source: str) -> None:
         model = load_model("geneval", source, None)
-        pictures = published_pictures("geneval", "clip", source, None, model.config.vision_config.image_size)
+        preprocess = published_preprocessing("geneval", "clip", source, None, model.config.vision_config.image_size)
         tokens = load_tokens("geneval", "clip", source, None, model.config)
-        self._clip = Clip(model, pictures, tokens, dtype="auto", batch_size=MOST_OBJECTS)
+        self._clip = Clip(model, preprocess, tokens, dtype="auto", batch_size=MOST_OBJECTS)
         self.notes = self._clip.notes
         check_texts("geneval", "clip", source, self._clip)
         self._texts: dict[str, np.ndarray] = {}
 
     def colours(self, image: np.ndarray, name: str, objects: Sequence[Detection]) -> list[str]:
         """The colour of each object of class `name` in an image, uint8 [H, W, 3]."""
-        crops = [object_picture(image, found) for found in objects]
+        crops = [object_image(image, found) for found in objects]
         if not crops:
             return []
         likeness = self._clip.images(crops) @ self._of_class(name).T
@@ -189,7 +189,7 @@ def _by_pillow() -> dict[str, Any]:
     return {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
 
 
-def object_picture(image: np.ndarray, found: Detection) -> np.ndarray:
+def object_image(image: np.ndarray, found: Detection) -> np.ndarray:
     """The object alone: what lies outside its mask painted grey, cut to its box; uint8 [h, w, 3], at least 1 x 1."""
     height, width = image.shape[:2]
     if found.mask is not None:

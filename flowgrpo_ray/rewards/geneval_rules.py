@@ -1,13 +1,13 @@
 """The rules of GenEval (arXiv 2310.11513) as functions of detections: object counts, colours, positions.
 
-A prompt's metadata says what has to be in the picture:
+A prompt's metadata says what has to be in the image:
 
     {"tag": "position", "include": [{"class": "bench", "count": 1},
                                     {"class": "dog", "count": 1, "position": ["right of", 0]}], "exclude": []}
 
 `include` and `exclude` are lists of {"class", "count"}; an included one may ask for a "color" and for a "position"
 [relation, index of an earlier item of `include`]. `exclude` names classes that must stay below a count. There are two gradings
-of a picture: the benchmark's own, all or nothing, and the graded one that Flow-GRPO is trained with (arXiv 2505.05470); `judge`
+of an image: the benchmark's own, all or nothing, and the graded one that Flow-GRPO is trained with (arXiv 2505.05470); `judge`
 has the rules of both.
 """
 
@@ -44,7 +44,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class Verdict:
-    """flow_grpo: the graded score, in `FLOW_GRPO_RANGE`; geneval: 1.0 where the benchmark takes the picture for right, else
+    """flow_grpo: the graded score, in `FLOW_GRPO_RANGE`; geneval: 1.0 where the benchmark takes the image for right, else
     0.0; reasons: why it does not."""
 
     flow_grpo: float
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def metadata_problem(metadata: Mapping[str, Any]) -> str | None:
-    """Why a picture cannot be judged by this metadata, or None. Null fields, as Parquet files have them, are as absent."""
+    """Why an image cannot be judged by this metadata, or None. Null fields, as Parquet files have them, are as absent."""
     include, exclude = metadata.get("include") or [], metadata.get("exclude") or []
     if not isinstance(metadata.get("tag"), str):
         return f"the metadata has no tag; an example is {EXAMPLE}"
@@ -139,7 +139,7 @@ def judge(
     detections: Sequence[Detection], metadata: Mapping[str, Any],
     colours_of: Callable[[str, Sequence[Detection]], Sequence[str]],
 ) -> Verdict:
-    """Judge a picture, in both gradings.
+    """Judge an image, in both gradings.
 
     `geneval`, the benchmark's own (arXiv 2310.11513): of every included item there are at least the k objects that are asked
     for, the k surest have its colour, and its relation holds between each of them and each of the target's, which has to be
@@ -159,7 +159,7 @@ def judge(
     their count, also where no clause excludes them.
 
     Args:
-        detections: all objects found in the picture.
+        detections: all objects found in the image.
         metadata: of the prompt, right by `metadata_problem`.
         colours_of: names the colours (of `COLOURS`) of objects of a class.
     """

@@ -160,7 +160,7 @@ def _fitted(size: int) -> Callable[[np.ndarray], np.ndarray]:
     """uint8 [H, W, 3] -> float32 [3, size, size]: the longest side resized (bicubic, antialiased, not clipped), black
     around, normalised."""
 
-    def pictures(image: np.ndarray) -> np.ndarray:
+    def preprocess(image: np.ndarray) -> np.ndarray:
         import torch
 
         pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), np.float32) / 255)
@@ -174,7 +174,7 @@ def _fitted(size: int) -> Callable[[np.ndarray], np.ndarray]:
         framed[:, top : top + pixels.shape[1], left : left + pixels.shape[2]] = pixels.numpy()
         return (framed - _MEAN) / _STD
 
-    return pictures
+    return preprocess
 
 
 def _cleaned(prompt: str) -> str:

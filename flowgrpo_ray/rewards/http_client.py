@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from flowgrpo_ray.rewards.base import Option, RewardError
-from flowgrpo_ray.rewards.pictures import PictureError, rgb_of
+from flowgrpo_ray.rewards.image_files import ImageError, rgb_of
 
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
@@ -139,13 +139,13 @@ def from_png(text: str, *, max_pixels: int) -> np.ndarray:
     except ValueError as error:
         raise ValueError(f"is no base64: {error}") from None
     try:
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
-            if picture.width * picture.height > max_pixels:
-                raise PictureError(f"has {picture.width} x {picture.height} pixels, more than the {max_pixels} allowed")
-            if picture.mode != "RGB":
-                raise PictureError(f"is a PNG of mode {picture.mode}, not 8-bit RGB")
-            return rgb_of(picture)
-    except PictureError:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            if image.width * image.height > max_pixels:
+                raise ImageError(f"has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
+            if image.mode != "RGB":
+                raise ImageError(f"is a PNG of mode {image.mode}, not 8-bit RGB")
+            return rgb_of(image)
+    except ImageError:
         raise
     except UnidentifiedImageError:
         raise ValueError("is no PNG") from None

@@ -40,17 +40,17 @@ TOKENS = 35  # a longer prompt is cut there, as published
 WIDTH = 768  # features that the head takes
 
 
-def preprocess(picture: Any) -> np.ndarray:
+def preprocess(image: Any) -> np.ndarray:
     """The published preprocessing of a PIL image: the shorter side resized to 224 (bicubic), the centre cut out, scaled to
     [0, 1], normalised; float32 [3, 224, 224]."""
     from PIL import Image
 
-    w, h = picture.size
+    w, h = image.size
     short, long = SIZE, int(SIZE * max(w, h) / min(w, h))
     w, h = (short, long) if w <= h else (long, short)
     left, top = round((w - SIZE) / 2), round((h - SIZE) / 2)
-    picture = picture.resize((w, h), Image.Resampling.BICUBIC).crop((left, top, left + SIZE, top + SIZE)).convert("RGB")
-    pixels = np.asarray(picture, np.float32) / np.float32(255)
+    image = image.resize((w, h), Image.Resampling.BICUBIC).crop((left, top, left + SIZE, top + SIZE)).convert("RGB")
+    pixels = np.asarray(image, np.float32) / np.float32(255)
     return np.ascontiguousarray(((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).transpose(2, 0, 1))
 
 
@@ -145,7 +145,7 @@ class ImageReward(Reward):
         """The package's model with random weights, in float32 on the CPU."""
         import torch
 
-        module, parts = image_reward_package.load(lambda picture: torch.from_numpy(preprocess(picture)))
+        module, parts = image_reward_package.load(lambda image: torch.from_numpy(preprocess(image)))
         own, parts.init_tokenizer = parts.init_tokenizer, lambda: tokenizer  # it has the hub's name built in
         try:
             model = module.ImageReward(med_config=str(med_config), device=self._device)
@@ -170,7 +170,7 @@ class ImageReward(Reward):
     # Scoring ----------------------------------------------------------------------------------------------------------
 
     def self_test_case(self) -> SelfTest:
-        """A red picture is more of a plain red picture than a blue one."""
+        """A red image is more of a plain red image than a blue one."""
         return red_above_blue()
 
     def score(

@@ -42,11 +42,11 @@ _WANTED = {
 _TRANSFORMERS = ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer")
 
 
-def load(pictures: Callable[[Any], Any]) -> tuple[ModuleType, ModuleType]:
+def load(preprocess: Callable[[Any], Any]) -> tuple[ModuleType, ModuleType]:
     """The package's modules `ImageReward` (class ImageReward) and `models.BLIP.blip_pretrain` (its parts).
 
     Args:
-        pictures: the preprocessing (PIL image -> tensor [3, 224, 224]) of models that are made without torchvision.
+        preprocess: the preprocessing (PIL image -> tensor [3, 224, 224]) of models that are made without torchvision.
 
     Raises:
         RewardError: the package is not installed, or has other modules than version 1.5.
@@ -61,7 +61,7 @@ def load(pictures: Callable[[Any], Any]) -> tuple[ModuleType, ModuleType]:
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = [os.path.join(folder, part)]
         try:
-            with _quiet(), _stand_ins(pictures):
+            with _quiet(), _stand_ins(preprocess):
                 for name in names:
                     importlib.import_module(name)
         except Exception as error:
@@ -85,11 +85,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(pictures: Callable[[Any], Any]) -> Iterator[None]:
+def _stand_ins(preprocess: Callable[[Any], Any]) -> Iterator[None]:
     """What is missing, put in place for the time of an import."""
     from transformers import modeling_utils, pytorch_utils
 
-    given = _given(pictures)
+    given = _given(preprocess)
     before: dict[str, ModuleType] = {}
     added: list[str] = []
     lacking = [name for name in _TRANSFORMERS if not hasattr(modeling_utils, name)]
@@ -143,7 +143,7 @@ def _make(name: str, added: list[str]) -> ModuleType:
     return sys.modules[name]
 
 
-def _given(pictures: Callable[[Any], Any]) -> dict[str, Any]:
+def _given(preprocess: Callable[[Any], Any]) -> dict[str, Any]:
     """Stand-ins for what is called."""
     import torch
 
@@ -171,7 +171,7 @@ def _given(pictures: Callable[[Any], Any]) -> dict[str, Any]:
 
     steps = dict.fromkeys(("Resize", "CenterCrop", "ToTensor", "Normalize"), lambda *args, **kwargs: None)
     return {"PatchEmbed": PatchEmbed, "DropPath": DropPath, "trunc_normal_": torch.nn.init.trunc_normal_,
-            "Compose": lambda parts: pictures, **steps}
+            "Compose": lambda parts: preprocess, **steps}
 
 
 def _uncalled(name: str) -> Callable[..., Any]:

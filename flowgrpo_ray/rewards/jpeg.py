@@ -19,12 +19,12 @@ class JpegCompressibility(Reward):
     packages: ClassVar[tuple[str, ...]] = ("pillow",)
     licence: ClassVar[str] = "no weights"
     batch_invariant: ClassVar[bool] = True
-    description: ClassVar[str] = "Size as a JPEG (quality 95): -kB / 500; flat pictures score near 0"
+    description: ClassVar[str] = "Size as a JPEG (quality 95): -kB / 500; flat images score near 0"
 
     _sign: ClassVar[int] = -1
 
     def self_test_case(self) -> SelfTest:
-        """A flat picture is smaller than a noisy one."""
+        """A flat image is smaller than a noisy one."""
         flat = np.full((32, 32, 3), 128, np.uint8)
         noisy = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
         return SelfTest(np.stack([flat, noisy][:: -self._sign]), ("", ""))
@@ -49,5 +49,5 @@ class JpegIncompressibility(JpegCompressibility):
 
     name: ClassVar[str] = "jpeg_incompressibility"
     range: ClassVar[tuple[float, float]] = (0.0, float("inf"))
-    description: ClassVar[str] = "Size as a JPEG (quality 95): kB / 500; busy pictures score high"
+    description: ClassVar[str] = "Size as a JPEG (quality 95): kB / 500; busy images score high"
     _sign: ClassVar[int] = 1

@@ -208,13 +208,13 @@ class OcrReward(Reward):
         """A word in large letters, and another word where that one is asked for."""
         from PIL import Image, ImageDraw, ImageFont
 
-        pictures = []
+        images = []
         for word in ("OPEN", "WALK"):
-            picture = Image.new("RGB", (128, 48) if not self._full else (256, 128), "white")
-            ImageDraw.Draw(picture).text((picture.width / 2, picture.height / 2), word, "black", ImageFont.load_default(36),
+            image = Image.new("RGB", (128, 48) if not self._full else (256, 128), "white")
+            ImageDraw.Draw(image).text((image.width / 2, image.height / 2), word, "black", ImageFont.load_default(36),
                                          anchor="mm")
-            pictures.append(np.asarray(picture))
-        return SelfTest(np.stack(pictures), ('"OPEN"', '"OPEN"'))
+            images.append(np.asarray(image))
+        return SelfTest(np.stack(images), ('"OPEN"', '"OPEN"'))
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None
@@ -240,16 +240,16 @@ class OcrReward(Reward):
         Raises:
             RewardError: PaddleOCR answered for another number of images. Its own exceptions pass through.
         """
-        pictures = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]  # Paddle takes arrays in BGR
+        bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]  # Paddle takes arrays in BGR
         if self._full:
-            results = self._model.predict(pictures)
+            results = self._model.predict(bgr)
             lines = [[(result["rec_texts"][i], result["rec_scores"][i]) for i in reading_order(result["rec_polys"])]
                      for result in results]
         else:
-            results = self._model.predict(pictures, batch_size=self.settings["batch_size"] or max(len(pictures), 1))
+            results = self._model.predict(bgr, batch_size=self.settings["batch_size"] or max(len(bgr), 1))
             lines = [[(result["rec_text"], result["rec_score"])] for result in results]
-        if len(lines) != len(pictures):
-            raise RewardError(f"PaddleOCR read {len(lines)} of {len(pictures)} images")
+        if len(lines) != len(bgr):
+            raise RewardError(f"PaddleOCR read {len(lines)} of {len(bgr)} images")
         return lines
 
 
@@ -263,7 +263,7 @@ class VideoOcrReward(OcrReward):
         **OcrReward.options, "every": Option(4, "Every how many frames one is read", kind=int, minimum=1)}
 
     def self_test_case(self) -> SelfTest:
-        """The pictures of `ocr` as videos of one frame."""
+        """The images of `ocr` as videos of one frame."""
         case = super().self_test_case()
         return SelfTest(case.images[:, None], case.prompts)
 

@@ -243,8 +243,8 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
         def self_test_case(self) -> SelfTest | None:
             if not self.batch_invariant:
                 return None
-            pictures = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
-            return SelfTest(pictures, ('the word "A"',) * 3, ordered=False)
+            images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+            return SelfTest(images, ('the word "A"',) * 3, ordered=False)
 
         def score(
             self, images: np.ndarray, prompts: Sequence[str], metadata: Metadata, *, group_ids: GroupIds = None

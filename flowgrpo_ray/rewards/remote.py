@@ -4,7 +4,7 @@ The protocol is JSON with PNG images in base64; nothing is ever unpickled.
 
     POST /v1/score   {"images": [base64 PNG, ...], "prompts": [text, ...], "metadata": [{...}, ...], "group_ids": null}
                      -> {"scores": {name: [number, ...], ...}}, the optimised score and its monitors
-    GET /v1/self_test -> pictures of known order, in the form of a request, with "ordered"; null where there are none
+    GET /v1/self_test -> images of known order, in the form of a request, with "ordered"; null where there are none
     GET /health      -> {"name", "range": [low, high] (null: no bound), "scope", "max_batch", ...}
 """
 
@@ -122,7 +122,7 @@ class RewardClient:
         return health
 
     def self_test_case(self) -> SelfTest | None:
-        """The served reward's own known pictures; None where the server has none."""
+        """The served reward's own known images; None where the server has none."""
         try:
             case = self._http.get("/v1/self_test")
         except HttpError as error:
@@ -141,7 +141,7 @@ class RewardClient:
                 raise ValueError("prompts are texts, and metadata objects")
             return test
         except (KeyError, TypeError, ValueError) as error:
-            raise RewardError(f"reward {self._who}: {self.url}/v1/self_test holds no pictures: {error!r}") from None
+            raise RewardError(f"reward {self._who}: {self.url}/v1/self_test holds no images: {error!r}") from None
 
     def score(
         self, images: np.ndarray, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]],
@@ -247,7 +247,7 @@ class RemoteReward(Reward):
         return json_problem(metadata)
 
     def self_test_case(self) -> SelfTest | None:
-        """The served reward's own pictures, sent as any others are."""
+        """The served reward's own images, sent as any others are."""
         return self._client.self_test_case()
 
     def score(

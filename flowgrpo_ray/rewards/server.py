@@ -225,7 +225,7 @@ class RewardServer:
         ids = _list_of(body, "group_ids", int, "whole numbers", n) if body.get("group_ids") is not None else None
         if ids is None and self._reward.scope == "group":
             raise BadRequest("group_ids", f"is missing: {self._reward.name} scores whole groups")
-        images, left = [], MAX_PIXELS  # a small PNG can hold a huge picture
+        images, left = [], MAX_PIXELS  # a small PNG can hold a huge image
         for i, text in enumerate(texts):
             try:
                 images.append(from_png(text, max_pixels=left))
@@ -243,9 +243,9 @@ class RewardServer:
         return np.stack(images), prompts, metadata, ids
 
     async def _self_test(self, request: web.Request) -> web.Response:
-        return await self._on_scorer(self._known_pictures)
+        return await self._on_scorer(self._known_images)
 
-    def _known_pictures(self) -> web.Response:
+    def _known_images(self) -> web.Response:
         with no_exit(self._reward.name):
             case = self._reward.self_test_case()
         body = None if case is None else {
@@ -270,7 +270,7 @@ def serve(
     name: str, options: Mapping[str, Any], *, host: str, port: int, max_batch: int, max_body_mb: int = 256,
     self_test: bool = True, say: Callable[[str], None] = print,
 ) -> int:
-    """Load a reward, score its known pictures, and serve it until SIGTERM or SIGINT.
+    """Load a reward, score its known images, and serve it until SIGTERM or SIGINT.
 
     Args:
         say: told the address once requests are answered.

@@ -1,4 +1,4 @@
-"""Asking a vision-language model on an OpenAI-compatible endpoint (vLLM, SGLang) about pictures, and reading its reply.
+"""Asking a vision-language model on an OpenAI-compatible endpoint (vLLM, SGLang) about images, and reading its reply.
 
 What a reply does not say is never made up: no verdict in it, or one outside what was asked for, is an error.
 """
@@ -47,7 +47,7 @@ CHAT_OPTIONS: dict[str, Option] = {
                          choices=("auto", "json_schema", "never")),
     "max_tokens": Option(512, "Longest reply, in tokens", kind=int, minimum=1),
     "temperature": Option(0.0, "Sampling temperature of the judge", kind=float, minimum=0),
-    "image_size": Option(512, "Larger pictures are scaled down to this length of their longer side, in pixels; 0: as they are",
+    "image_size": Option(512, "Larger images are scaled down to this length of their longer side, in pixels; 0: as they are",
                          kind=int, minimum=0),
     "concurrency": Option(8, "Requests under way at once", kind=int, minimum=1, infrastructure=True),
     **CONNECTION,
@@ -223,9 +223,9 @@ class ChatReward(Reward):
                               f"of {', '.join(names) or 'them'}")
         raise RewardError(f"reward {self.name}: {self._http.base_url} serves no model {wanted!r}{nearest(wanted, names)}")
 
-    def ask(self, pictures: Sequence[str], text: str) -> str:
-        """The model's reply to pictures (data URLs) and a text; RewardError where there is none, or it is empty or cut off."""
-        content = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    def ask(self, images: Sequence[str], text: str) -> str:
+        """The model's reply to images (data URLs) and a text; RewardError where there is none, or it is empty or cut off."""
+        content = [{"type": "image_url", "image_url": {"url": image}} for image in images]
         body = {"model": self._model, "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
                 "max_tokens": self.settings["max_tokens"], "temperature": self.settings["temperature"]}
         answer = self._post(body)
@@ -270,7 +270,7 @@ class ChatReward(Reward):
             raise RewardError(f"reward {self.name}: no verdict in the model's reply ({error}): {_end_of(reply)!r}") from None
 
     def data_url(self, image: np.ndarray) -> str:
-        """A picture, uint8 [H, W, 3], as a PNG data URL, scaled down to `image_size`."""
+        """An image, uint8 [H, W, 3], as a PNG data URL, scaled down to `image_size`."""
         from PIL import Image
 
         longest, size = max(image.shape[:2]), self.settings["image_size"]

@@ -1,4 +1,4 @@
-"""vlm_judge: a vision-language model grades each picture; unified_reward and qwen_vl are presets of it."""
+"""vlm_judge: a vision-language model grades each image; unified_reward and qwen_vl are presets of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowgrpo_ray.rewards.vlm_chat import (
 )
 
 JUDGE_TEMPLATE = """\
-Grade how well the picture shows what this text asks for.
+Grade how well the image shows what this text asks for.
 
 Text: {prompt}
 
@@ -39,7 +39,7 @@ a number from 1 (shows none of it) to 5 (shows all of it, without visible faults
 Answer with JSON only, in this form: {"score": 3.5}"""
 
 UNIFIED_TEMPLATE = """\
-You are shown a picture that was generated from the caption below.
+You are shown an image that was generated from the caption below.
 
 Caption: {prompt}
 
@@ -51,7 +51,7 @@ End with a line of this form:
 Final Score: 3.5"""
 
 QWEN_TEMPLATE = """\
-Grade the quality of this picture as a critic of photographs and illustrations would: composition, light and colour, detail, and
+Grade the quality of this image as a critic of photographs and illustrations would: composition, light and colour, detail, and
 freedom from faults such as deformed bodies, blur and broken objects. The grade is a number from 1 (poor) to 5 (excellent).
 
 Give your reasons in two or three sentences, then end with a line of this form:
@@ -83,7 +83,7 @@ class VlmJudge(ChatReward):
         "scale": Option([1, 5], "[low, high]: the grades that become 0 and 1", kind=list),
         "bounds": Option(None, "[lowest, highest] grade that is right; default is the scale", kind=list),
     }
-    grades_alignment: ClassVar[bool] = True  # the default template grades pictures by the prompt
+    grades_alignment: ClassVar[bool] = True  # the default template grades images by the prompt
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -117,8 +117,8 @@ class VlmJudge(ChatReward):
         return object_schema(self.settings["parser"].removeprefix("json:"), {"type": "number", "minimum": low, "maximum": high})
 
     def self_test_case(self) -> SelfTest:
-        """A red picture is a plain red picture, and a blue one is not. Another template may grade something else: then
-        the pictures only have to get a grade."""
+        """A red image is a plain red image, and a blue one is not. Another template may grade something else: then
+        the images only have to get a grade."""
         ordered = self.grades_alignment and self.settings["template"] == self.options["template"].default
         return red_above_blue(ordered=ordered)
 
@@ -166,13 +166,13 @@ class UnifiedReward(VlmJudge):
 
 
 class QwenVl(VlmJudge):
-    """Grade / 5 of picture quality by a general model such as Qwen/Qwen2.5-VL-7B-Instruct: 0.2 to 1. The text prompt plays
+    """Grade / 5 of image quality by a general model such as Qwen/Qwen2.5-VL-7B-Instruct: 0.2 to 1. The text prompt plays
     no part unless a template of one's own has {prompt}."""
 
     name: ClassVar[str] = "qwen_vl"
     range: tuple[float, float] = (0.2, 1.0)
     needs: ClassVar[tuple[str, ...]] = ("server",)
     licence: ClassVar[str] = "Apache-2.0 (Qwen2.5-VL-7B)"
-    description: ClassVar[str] = "Picture quality / 5 by Qwen2.5-VL on an OpenAI-compatible endpoint"
+    description: ClassVar[str] = "Image quality / 5 by Qwen2.5-VL on an OpenAI-compatible endpoint"
     options: ClassVar[dict[str, Option]] = _out_of_five(QWEN_TEMPLATE, "Score")
     grades_alignment: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""vlm_preference: within a group, how often a vision-language model prefers a picture to another (arXiv 2508.20751)."""
+"""vlm_preference: within a group, how often a vision-language model prefers an image to another (arXiv 2508.20751)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, S
 from flowgrpo_ray.rewards.vlm_chat import CHAT_OPTIONS, ChatReward, object_schema, parser_problem, template_problem
 
 TEMPLATE = """\
-Both pictures were made for this text:
+Both images were made for this text:
 
 {prompt}
 
@@ -21,23 +21,23 @@ where they are, and any writing. Where both do that equally well, the one with f
 Answer with JSON only, {"better": "first"} or {"better": "second"}. Where you see no difference at all, and only there, answer
 {"better": "tie"}."""
 
-# What a reply may say, in lower case: points of the picture that was shown first.
+# What a reply may say, in lower case: points of the image that was shown first.
 ANSWERS = {"first": 1.0, "1": 1.0, "image 1": 1.0, "second": 0.0, "2": 0.0, "image 2": 0.0, "tie": 0.5, "0": 0.5}
 
 
 def pairs_of(n: int, most: int | None) -> list[tuple[int, int]]:
-    """Which of n pictures are compared: all pairs, or the first `most` of a fixed order that spreads them evenly.
+    """Which of n images are compared: all pairs, or the first `most` of a fixed order that spreads them evenly.
 
-    The order goes round the group: neighbours first (every other pair of them, then those between), then pictures two apart,
-    and so on. So every picture is in a pair from `most` = n / 2, rounded up, on.
+    The order goes round the group: neighbours first (every other pair of them, then those between), then images two apart,
+    and so on. So every image is in a pair from `most` = n / 2, rounded up, on.
 
     Raises:
-        RewardError: fewer than two pictures, or `most` leaves one of them out.
+        RewardError: fewer than two images, or `most` leaves one of them out.
     """
     if n < 2:
-        raise RewardError(f"reward vlm_preference compares pictures of a group, and this one has {n}")
+        raise RewardError(f"reward vlm_preference compares images of a group, and this one has {n}")
     if most is not None and most < (n + 1) // 2:
-        raise RewardError(f"reward vlm_preference: max_pairs {most} leaves pictures of a group of {n} out; the smallest right "
+        raise RewardError(f"reward vlm_preference: max_pairs {most} leaves images of a group of {n} out; the smallest right "
                           f"value is {(n + 1) // 2}")
     order: dict[tuple[int, int], None] = {}
     for apart in range(1, n // 2 + 1):
@@ -49,10 +49,10 @@ def pairs_of(n: int, most: int | None) -> list[tuple[int, int]]:
 
 
 class VlmPreference(ChatReward):
-    """The share of comparisons that a picture wins in its group, in [0, 1].
+    """The share of comparisons that an image wins in its group, in [0, 1].
 
     Each pair is judged twice, once in either order, so that a liking for the first or the second place cancels out; a tie
-    is half a win. A group costs 2 * pairs requests: 552 for 24 pictures, unless `max_pairs` bounds it. One reply without a
+    is half a win. A group costs 2 * pairs requests: 552 for 24 images, unless `max_pairs` bounds it. One reply without a
     verdict fails the group: a rate over other pairs would not be comparable.
     """
 
@@ -62,7 +62,7 @@ class VlmPreference(ChatReward):
     description: ClassVar[str] = "Win rate within the group, pairs judged by a vision-language model"
     options: ClassVar[dict[str, Option]] = {
         **CHAT_OPTIONS,
-        "template": Option(TEMPLATE, "What the model is asked about two pictures; {prompt} stands for the text prompt"),
+        "template": Option(TEMPLATE, "What the model is asked about two images; {prompt} stands for the text prompt"),
         "parser": Option("json:better", "Where the verdict is in a reply: json:FIELD, or regex:PATTERN (one group; of several "
                          "matches that differ the last, which has to begin a line). It is first, 1 or image 1; second, 2 or "
                          "image 2; tie or 0"),
@@ -95,7 +95,7 @@ class VlmPreference(ChatReward):
         return object_schema(field, {"type": "string", "enum": ["first", "second", "tie"]})
 
     def self_test_case(self) -> SelfTest:
-        """A red picture is preferred to a blue one where red is asked for; with another template both only get a rate."""
+        """A red image is preferred to a blue one where red is asked for; with another template both only get a rate."""
         return red_above_blue(ordered=self.settings["template"] == TEMPLATE)
 
     def score(
@@ -111,7 +111,7 @@ class VlmPreference(ChatReward):
         for group in dict.fromkeys(group_ids):
             rows = [i for i, one in enumerate(group_ids) if one == group]
             if len({prompts[i] for i in rows}) > 1:
-                raise RewardError(f"reward vlm_preference: the pictures of group {group} have different prompts")
+                raise RewardError(f"reward vlm_preference: the images of group {group} have different prompts")
             scores[rows] = self._win_rates(images[rows], prompts[rows[0]])
         return {self.name: scores.astype(np.float32)}
 
@@ -128,7 +128,7 @@ class VlmPreference(ChatReward):
         return won / games
 
     def _compare(self, a: int, b: int, urls: Sequence[str], text: str) -> float:
-        """Points of picture a, shown first, against b."""
+        """Points of image a, shown first, against b."""
         def read(value: Any) -> float:
             answer = str(value).strip().lower() if not isinstance(value, (bool, float)) else None
             if answer not in ANSWERS:

@@ -1,7 +1,7 @@
 """Makes the tiny demo model from nothing: `python -m flowgrpo_ray.tiny.build_model --out DIR` (one thread, ~10 min).
 
-Three stages: a VAE; a writer that is taught with neat pictures until OCR reads all that it writes; and the same writer
-taught with careless pictures until OCR reads about 40 % of it. docs/tiny-model.md says why. The project's own OCR
+Three stages: a VAE; a writer that is taught with neat images until OCR reads all that it writes; and the same writer
+taught with careless images until OCR reads about 40 % of it. docs/tiny-model.md says why. The project's own OCR
 reward, on words that no stage has seen, decides when a writer is done.
 """
 
@@ -34,18 +34,18 @@ class Recipe:
     seed: int = 0
     vae_steps: int = 1600
     vae_batch: int = 16
-    vae_pictures: int = 3000
-    clean_pictures: int = 8000
+    vae_images: int = 3000
+    clean_images: int = 8000
     clean_learning_rate: float = 1.5e-3
     clean_reward: float = 0.99  # the clean writer is done when its held-out reward reaches this
     clean_first: int = 600  # steps before the first measurement,
     clean_every: int = 50  # and between two
     clean_max_steps: int = 2000
-    careless_pictures: int = 4000
+    careless_images: int = 4000
     careless_learning_rate: float = 7e-4
     careless_reward: tuple[float, float] = (0.40, 0.46)  # done at the first measurement in this range
     # On its way from neat to careless the writer first falls apart (reward 0.14 after 30 steps): that is not yet the
-    # mixture of legible and illegible pictures that it is meant to learn.
+    # mixture of legible and illegible images that it is meant to learn.
     careless_first: int = 180
     careless_every: int = 10
     careless_max_steps: int = 400
@@ -53,7 +53,7 @@ class Recipe:
     misspelt: float = 0.20
     batch: int = 32
     no_caption: float = 0.10  # share of empty captions, so that classifier-free guidance means something
-    measured_repeats: int = 4  # pictures of each held-out prompt in a measurement
+    measured_repeats: int = 4  # images of each held-out prompt in a measurement
 
 
 def read_words(name: str) -> list[str]:
@@ -70,9 +70,9 @@ def word_source(rng: Random) -> Iterator[str]:
             yield word
 
 
-def to_tensor(pictures: list[np.ndarray]) -> Tensor:
-    """uint8 [H, W, 3] pictures -> float32 [n, 3, H, W] in [-1, 1]."""
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+def to_tensor(images: list[np.ndarray]) -> Tensor:
+    """uint8 [H, W, 3] images -> float32 [n, 3, H, W] in [-1, 1]."""
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def train_vae(recipe: Recipe) -> AutoencoderKL:
@@ -81,13 +81,13 @@ def train_vae(recipe: Recipe) -> AutoencoderKL:
     rng = Random(recipe.seed)
     vae = networks.autoencoder().train()
     words = word_source(rng)
-    pictures = to_tensor([drawing.practice_page(next(words), rng) for _ in range(recipe.vae_pictures)])
+    images = to_tensor([drawing.practice_page(next(words), rng) for _ in range(recipe.vae_images)])
     optimizer = torch.optim.AdamW(vae.parameters(), weight_decay=1e-4, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, recipe.vae_steps, pct_start=0.1)
     started = time.monotonic()
     for step in range(1, recipe.vae_steps + 1):
         left = rng.randint(0, drawing.WIDTH - drawing.HEIGHT)
-        x = pictures[torch.randint(len(pictures), (recipe.vae_batch,))][..., left:left + drawing.HEIGHT]
+        x = images[torch.randint(len(images), (recipe.vae_batch,))][..., left:left + drawing.HEIGHT]
         if rng.random() < 0.3:
             x = (x + 0.15 * torch.randn_like(x[:, :1])).clamp(-1, 1)
         posterior = vae.encode(x).latent_dist
@@ -103,19 +103,19 @@ def train_vae(recipe: Recipe) -> AutoencoderKL:
             say(f"vae: step {step}, loss {loss.item():.4f}", started)
     vae.eval()
     with torch.no_grad():
-        latents = vae.encode(pictures[:256]).latent_dist.mean
+        latents = vae.encode(images[:256]).latent_dist.mean
     vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
     return vae
 
 
 class Teacher:
-    """Flow matching on (caption, picture) pairs: trains a pipeline's transformer and both text encoders together.
+    """Flow matching on (caption, image) pairs: trains a pipeline's transformer and both text encoders together.
 
     x_sigma = (1 - sigma) x_0 + sigma noise, and the transformer learns noise - x_0. Measured and saved weights are an
     exponential moving average (0.995) of the trained ones.
     """
 
-    def __init__(self, pipe: StableDiffusion3Pipeline, words: list[str], pictures: list[np.ndarray], *,
+    def __init__(self, pipe: StableDiffusion3Pipeline, words: list[str], images: list[np.ndarray], *,
                  learning_rate: float, recipe: Recipe) -> None:
         self.pipe, self.recipe, self.learning_rate, self.step = pipe, recipe, learning_rate, 0
         self.encoders = (pipe.text_encoder, pipe.text_encoder_2)
@@ -127,8 +127,8 @@ class Teacher:
         shift, scale = pipe.vae.config.shift_factor, pipe.vae.config.scaling_factor
         with torch.no_grad():
             self.latents = torch.cat([
-                (pipe.vae.encode(to_tensor(pictures[i:i + 100])).latent_dist.mean - shift) * scale
-                for i in range(0, len(pictures), 100)])
+                (pipe.vae.encode(to_tensor(images[i:i + 100])).latent_dist.mean - shift) * scale
+                for i in range(0, len(images), 100)])
 
     def _tokenize(self, captions: list[str]) -> Tensor:
         return self.pipe.tokenizer(captions, padding="max_length", max_length=networks.MAX_TOKENS, truncation=True,
@@ -178,7 +178,7 @@ class Teacher:
 @torch.no_grad()
 def measure(pipe: StableDiffusion3Pipeline, prompts: list[str], score: Score, *, seed: int, repeats: int = 1,
             guidance: float = 1.0) -> np.ndarray:
-    """Rewards [repeats * prompts] of the stock pipeline's pictures: 8 steps without noise, no T5 tokens but one."""
+    """Rewards [repeats * prompts] of the stock pipeline's images: 8 steps without noise, no T5 tokens but one."""
     generator = torch.Generator().manual_seed(seed)
     rewards = []
     for _ in range(repeats):
@@ -190,7 +190,7 @@ def measure(pipe: StableDiffusion3Pipeline, prompts: list[str], score: Score, *,
 @torch.no_grad()
 def paint(pipe: StableDiffusion3Pipeline, prompts: list[str], generator: torch.Generator, *,
           guidance: float = 1.0) -> np.ndarray:
-    """uint8 [n, 32, 64, 3], one picture per prompt."""
+    """uint8 [n, 32, 64, 3], one image per prompt."""
     images = pipe(prompts, height=drawing.HEIGHT, width=drawing.WIDTH, num_inference_steps=8, guidance_scale=guidance,
                   max_sequence_length=1, generator=generator, output_type="np").images
     return (images * 255).round().astype(np.uint8)
@@ -229,7 +229,7 @@ def train_clean(vae: AutoencoderKL, recipe: Recipe, score: Score) -> StableDiffu
     torch.manual_seed(recipe.seed + 1)
     rng = Random(recipe.seed + 1)
     source = word_source(rng)
-    words = [next(source) for _ in range(recipe.clean_pictures)]
+    words = [next(source) for _ in range(recipe.clean_images)]
     pipe = networks.pipeline(vae)
     pipe.set_progress_bar_config(disable=True)
     teacher = Teacher(pipe, words, [drawing.neat(word, rng) for word in words],
@@ -240,13 +240,13 @@ def train_clean(vae: AutoencoderKL, recipe: Recipe, score: Score) -> StableDiffu
 
 
 def spoil(pipe: StableDiffusion3Pipeline, recipe: Recipe, score: Score) -> StableDiffusion3Pipeline:
-    """Teach a clean writer with careless pictures until its held-out reward lies in `careless_reward`."""
+    """Teach a clean writer with careless images until its held-out reward lies in `careless_reward`."""
     torch.manual_seed(recipe.seed + 2)
     rng = Random(recipe.seed + 2)
     source = word_source(rng)
-    words = [next(source) for _ in range(recipe.careless_pictures)]
-    pictures = [drawing.careless(word, rng, recipe.scribbled, recipe.misspelt) for word in words]
-    teacher = Teacher(pipe, words, pictures, learning_rate=recipe.careless_learning_rate, recipe=recipe)
+    words = [next(source) for _ in range(recipe.careless_images)]
+    images = [drawing.careless(word, rng, recipe.scribbled, recipe.misspelt) for word in words]
+    teacher = Teacher(pipe, words, images, learning_rate=recipe.careless_learning_rate, recipe=recipe)
     low, high = recipe.careless_reward
     teach(teacher, "careless", score, done=lambda reward: low <= reward <= high, first=recipe.careless_first,
           every=recipe.careless_every, max_steps=recipe.careless_max_steps)
@@ -270,7 +270,7 @@ def build(out: Path, work: Path, recipe: Recipe, score: Score) -> None:
 
 
 def report(folder: Path, score: Score, *, seed: int, guidance: float = 1.0) -> dict[str, float]:
-    """Bytes of a saved pipeline, and mean reward and exact share on each shipped prompt file, one picture a prompt."""
+    """Bytes of a saved pipeline, and mean reward and exact share on each shipped prompt file, one image a prompt."""
     pipe = networks.load(folder)
     result: dict[str, float] = {"bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())}
     for name in ("train", "heldout", "heldout_long"):

@@ -1,6 +1,6 @@
-"""Pictures of words, drawn with the font that Pillow carries: the tiny model's whole training data.
+"""Images of words, drawn with the font that Pillow carries: the tiny model's whole training data.
 
-Every picture is a uint8 array [HEIGHT, WIDTH, 3], grey on grey, and depends on its arguments and the generator alone.
+Every image is a uint8 array [HEIGHT, WIDTH, 3], grey on grey, and depends on its arguments and the generator alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def prompt_of(word: str) -> str:
-    """The caption of a picture; OCR rewards take the quoted part as their target."""
+    """The caption of an image; OCR rewards take the quoted part as their target."""
     return f'the word "{word}"'
 
 

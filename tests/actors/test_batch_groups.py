@@ -9,7 +9,7 @@ import pytest
 from own_rewards import brightness
 from reference import train_reference
 from runs import Killer, assert_same_bits, run, small_config
-from scoring_bench import Bench, config_of, pictures
+from scoring_bench import Bench, config_of, random_images
 
 from actors.scoring import ShardScores
 from actors.step import StepBoard
@@ -113,7 +113,7 @@ def test_rewards_of_images_get_a_batch_and_those_of_groups_get_each_group_alone(
     rewards = {"place": {"python": "own_rewards:rank_in_group"}, "words": {"python": "own_rewards:length"},
                "faulty": {"python": "own_rewards:faulty"},
                "faulty_group": {"python": "own_rewards:faulty_group", "on_failure": "drop_group", "max_failure_rate": 1.0}}
-    images, records = pictures(8, 3, victim=6), ["a", "bb"]
+    images, records = random_images(8, 3, victim=6), ["a", "bb"]
     with Bench(config_of(rewards)) as bench:
         bench.submit(images, groups=[(0, 1), (1, 1)], prompts=[text for text in records for _ in range(4)])
         [result] = bench.finish(1)

@@ -68,7 +68,7 @@ def _latents(policy, config):
 
 
 def _image(pipeline, policy, config) -> np.ndarray:
-    """The stock pipeline's own picture from our initial noise."""
+    """The stock pipeline's own image from our initial noise."""
     s = config.sampling
     negative = {"negative_prompt": [config.data.negative_prompt]} if policy.family == "sd3" else {}
     with torch.no_grad():
@@ -80,7 +80,7 @@ def _image(pipeline, policy, config) -> np.ndarray:
 
 
 def _ours(config, arrays) -> np.ndarray:
-    """Our sampler's picture with the trained adapter: what `flowgrpo-ray sample` makes."""
+    """Our sampler's image with the trained adapter: what `flowgrpo-ray sample` makes."""
     from flowgrpo_ray.policies import lora
     from flowgrpo_ray.prompts import PromptRecord
     from flowgrpo_ray.sampling.sampler import Sampler

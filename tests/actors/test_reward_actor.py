@@ -31,7 +31,7 @@ FIRST = FirstCall('the word "CAT"', {}, images=4, height=8, width=16)
      r"\(\S*own_rewards.py, line \d+\)$"),
     ("own_rewards:leaves", "fails: .*sys.exit|called sys.exit"),
     ("own_rewards:too_few", r"'too_few' has shape \[3\], not \[4\] as the images, in its self-test"),
-    ("own_rewards:hopeless", r"fails: ValueError: no picture is good enough \(\S*own_rewards.py, line \d+\)$"),
+    ("own_rewards:hopeless", r"fails: ValueError: no image is good enough \(\S*own_rewards.py, line \d+\)$"),
 ])
 def test_a_bug_of_the_users_own_reward_is_found_at_the_start(spec, message):
     with pytest.raises(RewardError, match=message):

@@ -42,9 +42,9 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     prompt: str = "a red dog"
     metadata: dict[str, Any] = field(default_factory=dict)
-    pictures: Callable[[int], np.ndarray] = None
+    images: Callable[[int], np.ndarray] = None
     service: Marked | None = None
-    in_groups: bool = False  # a shard for each picture of a group
+    in_groups: bool = False  # a shard for each image of a group
 
     @property
     def record(self) -> PromptRecord:
@@ -56,22 +56,22 @@ class Kind:
         own = self.kind in ("function", "group")
         return rewards.get(f"faulty_kinds:{self.kind}" if own else self.kind, **self.options)
 
-    def direct(self, pictures: np.ndarray) -> np.ndarray:
+    def direct(self, images: np.ndarray) -> np.ndarray:
         """Scores without any actor."""
-        n = len(pictures)
-        return self.reward.score(pictures, [self.prompt] * n, [self.metadata] * n, group_ids=[0] * n)[self.kind]
+        n = len(images)
+        return self.reward.score(images, [self.prompt] * n, [self.metadata] * n, group_ids=[0] * n)[self.kind]
 
 
 def noise(seed: int) -> np.ndarray:
-    """Three pictures, of three levels of red."""
-    pictures = np.random.default_rng(seed).integers(0, 200, (3, 64, 64, 3), np.uint8)
-    pictures[..., 0] //= np.array([1, 2, 3], np.uint8)[:, None, None]
-    return pictures
+    """Three images, of three levels of red."""
+    images = np.random.default_rng(seed).integers(0, 200, (3, 64, 64, 3), np.uint8)
+    images[..., 0] //= np.array([1, 2, 3], np.uint8)[:, None, None]
+    return images
 
 
-def png_url(picture: np.ndarray) -> str:
+def png_url(image: np.ndarray) -> str:
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG")
+    Image.fromarray(image).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -89,7 +89,7 @@ def models(tmp_path_factory) -> dict[str, Kind]:
     if importlib.util.find_spec("ImageReward") is None:
         pytest.skip(f"image-reward is not installed: {INSTALL}")
     options = tiny_rewards.build(tmp_path_factory.mktemp("models"))
-    kinds = {kind: Kind(kind, (*ACTOR, *MODEL), options[kind], pictures=noise) for kind in options}
+    kinds = {kind: Kind(kind, (*ACTOR, *MODEL), options[kind], images=noise) for kind in options}
     kinds["image_similarity"].metadata = {"image": png_url(RED)}
     kinds["geneval"].metadata, kinds["geneval"].faults = DOG, (*ACTOR, *MODEL, *COLOUR)
     return kinds
@@ -102,20 +102,20 @@ def small_vit(monkeypatch):
 
 
 def words(seed: int) -> np.ndarray:
-    """Pictures that ocr reads: OPEN, WALK, OPEN."""
+    """Images that ocr reads: OPEN, WALK, OPEN."""
     return rewards.get("ocr", mode="recognition").self_test_case().images[[0, 1, 0]]
 
 
 def readers() -> dict[str, Kind]:
     options, prompt = {"mode": "recognition"}, 'a sign that says "OPEN"'
-    return {"ocr": Kind("ocr", options=options, prompt=prompt, pictures=words),
-            "video_ocr": Kind("video_ocr", options=options, prompt=prompt, pictures=lambda seed: words(seed)[:, None])}
+    return {"ocr": Kind("ocr", options=options, prompt=prompt, images=words),
+            "video_ocr": Kind("video_ocr", options=options, prompt=prompt, images=lambda seed: words(seed)[:, None])}
 
 
 def formulas() -> dict[str, Kind]:
     """Kinds without a model or a server."""
-    return {kind: Kind(kind, pictures=noise) for kind in ("jpeg_compressibility", "jpeg_incompressibility", "function")} | {
-        "group": Kind("group", pictures=noise, in_groups=True)}
+    return {kind: Kind(kind, images=noise) for kind in ("jpeg_compressibility", "jpeg_incompressibility", "function")} | {
+        "group": Kind("group", images=noise, in_groups=True)}
 
 
 def served(stack: contextlib.ExitStack) -> tuple[dict[str, Kind], list]:
@@ -135,7 +135,7 @@ def served(stack: contextlib.ExitStack) -> tuple[dict[str, Kind], list]:
         servers.append(server)
         chat = isinstance(kind.service, Chat)
         kind.options = {"base_url" if chat else "url": f"{server.url}/v1" if chat else server.url, **HTTP}
-        kind.pictures = noise
+        kind.images = noise
         if name not in ("remote", "vlm_judge"):  # those are in test_scoring_http.py
             outside = ("http_outside",) if kind.kind in ("deqa", "geneval") else ()
             kind.faults = (*ACTOR, *kind.service.FAULTS, *outside)
@@ -167,8 +167,8 @@ class Problems(dict[str, str]):
 class KindsBench(Bench):
     """Batches of each kind by itself."""
 
-    def submit_to(self, name: str, kind: Kind, pictures: np.ndarray, number: int) -> tuple[str, int]:
-        parts = np.split(pictures, len(pictures)) if kind.in_groups else [pictures]
+    def submit_to(self, name: str, kind: Kind, images: np.ndarray, number: int) -> tuple[str, int]:
+        parts = np.split(images, len(images)) if kind.in_groups else [images]
         key = (name, number)
         self.results[key] = dict.fromkeys(range(len(parts)))
         for shard, part in enumerate(parts):
@@ -196,34 +196,34 @@ def started(kinds: dict[str, Kind], module: str | None = None) -> KindsBench:
 
 
 def check_faults(kinds: dict[str, Kind], servers: list = ()) -> None:
-    """A sound batch, one of three pictures for each fault with the second picture marked, and another sound one."""
+    """A sound batch, one of three images for each fault with the second image marked, and another sound one."""
     batches = {}
     for name, kind in kinds.items():
-        batches[name] = [(fault, kind.pictures(number)) for number, fault in enumerate((None, *kind.faults, None))]
+        batches[name] = [(fault, kind.images(number)) for number, fault in enumerate((None, *kind.faults, None))]
     with started(kinds, "faulty_kinds") as bench:
-        keys = [bench.submit_to(name, kinds[name], marked(pictures, 1, fault) if fault else pictures, number)
-                for name, of_kind in batches.items() for number, (fault, pictures) in enumerate(of_kind)]
+        keys = [bench.submit_to(name, kinds[name], marked(images, 1, fault) if fault else images, number)
+                for name, of_kind in batches.items() for number, (fault, images) in enumerate(of_kind)]
         bench.collect()
         counts, pools = dict(bench.scoring.counts), {name: +pool.counts for name, pool in bench.pools.items()}
         problems = Problems()
         for name, kind in kinds.items():
             right = [] if kind.in_groups else [0, 2]
-            for number, (fault, pictures) in enumerate(batches[name]):
+            for number, (fault, images) in enumerate(batches[name]):
                 with problems.of(f"{name}, {fault}"):
                     scores, valid = bench.scores((name, number), name)
                     wanted = np.isin(np.arange(3), right) if fault else np.ones(3, bool)
                     assert np.isnan(scores).tolist() == (~wanted).tolist(), f"no score is no 0: {scores}"
                     assert valid.tolist() == wanted.tolist()
                     if wanted.any():
-                        np.testing.assert_allclose(scores[wanted], kind.direct(pictures[wanted]), rtol=1e-5, atol=1e-6)
+                        np.testing.assert_allclose(scores[wanted], kind.direct(images[wanted]), rtol=1e-5, atol=1e-6)
             with problems.of(f"{name}, counts"):
                 assert counts[f"failures/{name}"] == len(kind.faults) * (3 - len(right)), "failures"
                 assert counts[f"retries/{name}"] == len(kind.faults), "retries"
-                # A batch and then its picture alone, each of which has to kill two actors, or to run out of time once.
+                # A batch and then its image alone, each of which has to kill two actors, or to run out of time once.
                 assert pools[name]["deaths"] in (4, 5, 6) and pools[name]["timeouts"] == 2, f"{pools[name]}"
         for server in servers:
             server.stop()
-        keys = [bench.submit_to(name, kind, kind.pictures(99), 99) for name, kind in kinds.items() if kind.service]
+        keys = [bench.submit_to(name, kind, kind.images(99), 99) for name, kind in kinds.items() if kind.service]
         bench.collect()
         for name, number in keys:
             with problems.of(f"{name}, its server is gone"):
@@ -233,11 +233,11 @@ def check_faults(kinds: dict[str, Kind], servers: list = ()) -> None:
     assert not problems, f"\n{problems}"
 
 
-def test_faults_of_models_mask_their_picture_and_are_counted(models, small_vit, ray_cluster):
+def test_faults_of_models_mask_their_image_and_are_counted(models, small_vit, ray_cluster):
     check_faults(models)
 
 
-def test_faults_of_the_other_kinds_mask_their_picture_or_group_and_are_counted(ray_cluster):
+def test_faults_of_the_other_kinds_mask_their_image_or_group_and_are_counted(ray_cluster):
     with contextlib.ExitStack() as stack:
         kinds, servers = served(stack)
         check_faults(readers() | formulas() | kinds, servers)
@@ -250,26 +250,26 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 OPENAI = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
-def cells(picture: np.ndarray) -> np.ndarray:
-    """The middles of the board's cells, [2, 4, 3], of a picture [H, W, 3] of any size."""
-    height, width = picture.shape[:2]
+def cells(image: np.ndarray) -> np.ndarray:
+    """The middles of the board's cells, [2, 4, 3], of an image [H, W, 3] of any size."""
+    height, width = image.shape[:2]
     rows, columns = (np.arange(2) + 0.5) / 2 * height, (np.arange(4) + 0.5) / 4 * width
-    return picture[np.ix_(rows.astype(int), columns.astype(int))].astype(float)
+    return image[np.ix_(rows.astype(int), columns.astype(int))].astype(float)
 
 
 def shown(pixels: np.ndarray, constants: tuple) -> np.ndarray:
-    """A network's input, [3, S, S], as a picture of 0 to 255, [S, S, 3]."""
+    """A network's input, [3, S, S], as an image of 0 to 255, [S, S, 3]."""
     mean, std = map(np.array, constants)
     return (pixels.transpose(1, 2, 0) * std + mean) * 255
 
 
-def same(found: list[np.ndarray], pictures: list[np.ndarray]) -> None:
+def same(found: list[np.ndarray], images: list[np.ndarray]) -> None:
     """Within what resizing does: the middles of cells keep their colours."""
-    np.testing.assert_allclose(list(map(cells, found)), list(map(cells, pictures)), atol=6)
+    np.testing.assert_allclose(list(map(cells, found)), list(map(cells, images)), atol=6)
 
 
 def test_pixels_reach_every_kind_as_they_left_the_sampler(models, ray_cluster, tmp_path):
-    """A black and white board and a red picture: in place, red first, and from 0 to 255."""
+    """A black and white board and a red image: in place, red first, and from 0 to 255."""
     frames = np.full((2, 5, 64, 64, 3), 90, np.uint8)  # of which the first and the fifth are read
     frames[:, 0], frames[:, 4] = PATTERNS, 255 - PATTERNS
     with contextlib.ExitStack() as stack:
@@ -289,10 +289,10 @@ def test_pixels_reach_every_kind_as_they_left_the_sampler(models, ray_cluster, t
     problems, in_bgr = Problems(), PATTERNS[..., ::-1]
     for name in models:
         with problems.of(name):
-            pictures = [*PATTERNS, *([RED] if name == "image_similarity" else [])]  # its reference comes last
+            images = [*PATTERNS, *([RED] if name == "image_similarity" else [])]  # its reference comes last
             constants = IMAGENET if name == "geneval" else OPENAI
-            same([shown(pixels, constants) for pixels in seen[name]("network")[-len(pictures):]], pictures)
-    with problems.of("geneval, colours"):  # of the dogs that are cut out: they fill the pictures
+            same([shown(pixels, constants) for pixels in seen[name]("network")[-len(images):]], images)
+    with problems.of("geneval, colours"):  # of the dogs that are cut out: they fill the images
         same([shown(pixels, OPENAI) for pixels in seen["geneval"]("second")[-2:]], PATTERNS)
     with problems.of("ocr"):
         assert np.array_equal(seen["ocr"]("reader"), in_bgr)
@@ -303,7 +303,7 @@ def test_pixels_reach_every_kind_as_they_left_the_sampler(models, ray_cluster, t
             np.testing.assert_allclose(seen[name]("file"), PATTERNS.astype(float), atol=3)
     for name, kind in behind_http.items():
         with problems.of(name):
-            came, sent = ({picture.tobytes() for picture in pictures} for pictures in (kind.service.seen, PATTERNS))
+            came, sent = ({image.tobytes() for image in images} for images in (kind.service.seen, PATTERNS))
             same_ones = came == sent
-            assert same_ones, f"{len(came - sent)} of {len(came)} pictures are others"
+            assert same_ones, f"{len(came - sent)} of {len(came)} images are others"
     assert not problems, f"\n{problems}"

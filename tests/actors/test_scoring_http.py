@@ -12,7 +12,7 @@ import own_rewards
 import pytest
 from answering import Server, serving
 from PIL import Image
-from scoring_bench import Bench, config_of, pictures
+from scoring_bench import Bench, config_of, random_images
 
 from flowgrpo_ray.errors import FlowGrpoError
 
@@ -76,7 +76,7 @@ def test_a_group_that_the_server_does_not_take_is_found_when_the_actor_starts(ra
         with pytest.raises(FlowGrpoError, match="groups scores groups of 4 images at most, and sampling.group_size is 8"):
             Bench(config_of(rewards, **{"sampling.group_size": 8})).__enter__()
         with Bench(config_of(rewards, **{"sampling.group_size": 4, "sampling.micro_batch": 4})) as bench:
-            bench.submit(pictures(4))
+            bench.submit(random_images(4))
             assert bench.finish(1)[0].valid.all()
 
 
@@ -99,7 +99,7 @@ FAULTS = {"remote": ("500", "503", "hang", "close", "empty", "short", "nan", "un
 def test_a_fault_of_the_server_masks_its_image_alone_and_is_counted(kind, ray_cluster):
     """Every fault at once, a server and a reward each."""
     service, settings, expected = KINDS[kind]
-    images = [pictures(3, 0), pictures(3, 1, victim=1)]
+    images = [random_images(3, 0), random_images(3, 1, victim=1)]
     right = [[expected(image) for image in batch] for batch in images]
     with contextlib.ExitStack() as stack:
         servers = {f"web-{fault}": stack.enter_context(serving(service(fault))) for fault in FAULTS[kind]}
@@ -120,10 +120,10 @@ def test_a_fault_of_the_server_masks_its_image_alone_and_is_counted(kind, ray_cl
 def test_a_server_that_goes_away_stops_the_run(kind, ray_cluster):
     service, settings, _ = KINDS[kind]
     with serving(service()) as server, Bench(config_of({"web": settings(server.url)})) as bench:
-        bench.submit(pictures(2))
+        bench.submit(random_images(2))
         assert bench.finish(1)[0].valid.all()
         server.stop()
-        bench.submit(pictures(2), group=1)
+        bench.submit(random_images(2), group=1)
         with pytest.raises(FlowGrpoError, match="reward web has no score for 2 of 2 images"):
             bench.finish(2)
     assert np.isnan(bench.results[1, 1, 0].scores["web"]).all()

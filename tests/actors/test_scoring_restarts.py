@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import own_rewards
 import pytest
-from scoring_bench import Bench, config_of, pictures
+from scoring_bench import Bench, config_of, random_images
 
 from flowgrpo_ray.errors import FlowGrpoError
 
@@ -18,9 +18,9 @@ def backed(folder, **more):
 
 def test_its_images_are_masked_until_it_starts_again(ray_cluster, tmp_path, caplog):
     with caplog.at_level(logging.WARNING), Bench(config_of(backed(tmp_path))) as bench:
-        bench.submit(pictures(3, 0))
+        bench.submit(random_images(3, 0))
         assert bench.finish(1)[0].valid.all()
-        bench.submit(pictures(3, 1, victim=1), shard=1)
+        bench.submit(random_images(3, 1, victim=1), shard=1)
         bench.drive(lambda: len(bench.results) == 2)
         pool = bench.pools["backed"]
         lost = bench.results[1, 0, 1]
@@ -31,17 +31,17 @@ def test_its_images_are_masked_until_it_starts_again(ray_cluster, tmp_path, capl
         with pytest.raises(FlowGrpoError, match="no score for 3 of 3 images"):
             bench.scoring.check_budget()
         (tmp_path / "gone").unlink()
-        bench.submit(pictures(3, 2), shard=2)
+        bench.submit(random_images(3, 2), shard=2)
         back = bench.finish(3)[2]
         assert back.valid.all()
-        assert np.allclose(back.scores["backed"], own_rewards.brightness(pictures(3, 2), None, None))
+        assert np.allclose(back.scores["backed"], own_rewards.brightness(random_images(3, 2), None, None))
         assert pool.members[0].failed_starts == 0 and pool.activity() == ["idle"]
 
 
 def test_others_of_its_pool_go_on(ray_cluster, tmp_path):
     with Bench(config_of(backed(tmp_path)), replicas=2) as bench:
         for number in range(6):
-            bench.submit(pictures(3, number, victim=1 if number == 2 else None), shard=number)
+            bench.submit(random_images(3, number, victim=1 if number == 2 else None), shard=number)
         results = bench.finish(6)
         pool = bench.pools["backed"]
         bench.drive(lambda: pool.counts["failed_starts"] >= 2)
@@ -51,7 +51,7 @@ def test_others_of_its_pool_go_on(ray_cluster, tmp_path):
 
 def test_the_run_stops_where_the_policy_says_so(ray_cluster, tmp_path):
     with Bench(config_of(backed(tmp_path, on_failure="fail"))) as bench:
-        bench.submit(pictures(3, victim=1))
+        bench.submit(random_images(3, victim=1))
         with pytest.raises(FlowGrpoError, match="could be started again: .*the backend does not answer.*on_failure is fail"):
             bench.finish(1)
 

@@ -11,7 +11,7 @@ import pytest
 from fake_ray import FakeRay, Handle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scoring_bench import Bench, config_of, pictures
+from scoring_bench import Bench, config_of, random_images
 
 from actors import pool as pool_module
 from actors.dispatch import Task
@@ -364,11 +364,11 @@ def test_one_of_four_reward_actors_is_sick_and_no_image_loses_its_score(ray_clus
         config_of({"sick": {"python": "own_rewards:sick_on_one_actor", "options": options}}), 4
     ) as bench:
         for number in range(32):
-            bench.submit(pictures(8, number), group=number)
+            bench.submit(random_images(8, number), group=number)
         results = bench.finish(32)
         counts, taken_out = bench.scoring.counts, bench.pools["sick"].counts["taken_out"]
     for number, result in enumerate(results):
         assert result.valid.all() and np.allclose(
-            result.scores["sick"], pictures(8, number).reshape(8, -1).mean(1) / 255
+            result.scores["sick"], random_images(8, number).reshape(8, -1).mean(1) / 255
         )
     assert not counts and taken_out == 1

@@ -47,7 +47,7 @@ def changed(folder, change):
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (40, 56), (100, 20), (16, 16)])
 def test_preprocessing_is_resize_crop_scale_normalise(folder, height, width):
     image = noise(1, height, width)[0]
-    pictures = clip_models.published_pictures("clipscore", "model", str(folder), None, tiny_clip.SIZE)
+    preprocess = clip_models.published_preprocessing("clipscore", "model", str(folder), None, tiny_clip.SIZE)
     side = tiny_clip.SIZE
     scale = side / min(height, width)
     size = (side if width <= height else int(width * scale), side if height <= width else int(height * scale))
@@ -55,16 +55,16 @@ def test_preprocessing_is_resize_crop_scale_normalise(folder, height, width):
     left, top = (resized.width - side) // 2, (resized.height - side) // 2
     pixels = np.asarray(resized.crop((left, top, left + side, top + side)), np.float64) / 255
     wanted = (pixels - [0.48145466, 0.4578275, 0.40821073]) / [0.26862954, 0.26130258, 0.27577711]
-    got = pictures(image)
+    got = preprocess(image)
     assert got.shape == (3, side, side) and got.dtype == np.float32
     np.testing.assert_allclose(got, wanted.transpose(2, 0, 1), atol=1e-5)
 
 
 def test_red_stays_red(folder):
-    pictures = clip_models.published_pictures("clipscore", "model", str(folder), None, tiny_clip.SIZE)
+    preprocess = clip_models.published_preprocessing("clipscore", "model", str(folder), None, tiny_clip.SIZE)
     red = np.zeros((8, 8, 3), np.uint8)
     red[..., 0] = 255
-    got = pictures(red)
+    got = preprocess(red)
     assert (got[0] > 1.5).all() and (got[1:] < -1).all()
 
 

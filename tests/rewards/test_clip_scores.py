@@ -18,7 +18,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from flowgrpo_ray import rewards
 from flowgrpo_ray.rewards import RewardError, clip_scores
 from flowgrpo_ray.rewards.http_client import to_png
-from flowgrpo_ray.rewards.pictures import read_rgb
+from flowgrpo_ray.rewards.image_files import read_rgb
 
 PROMPTS = ["a red cat", "a dog", "a red cat", "two birds", ""]
 
@@ -74,11 +74,11 @@ def test_the_range_follows_the_scale(folder):
 
 
 def test_red_and_blue_are_not_mixed_up(folder):
-    """In BGR the two pictures would swap their scores."""
-    pictures = np.zeros((2, 32, 32, 3), np.uint8)
-    pictures[0, ..., 0] = pictures[1, ..., 2] = 255
-    got = made("clipscore", folder).score(pictures, ["a"] * 2, [{}] * 2)["clipscore"]
-    np.testing.assert_allclose(got, logits(folder, pictures, ["a"] * 2).diagonal() / 30, atol=1e-6)
+    """In BGR the two images would swap their scores."""
+    images = np.zeros((2, 32, 32, 3), np.uint8)
+    images[0, ..., 0] = images[1, ..., 2] = 255
+    got = made("clipscore", folder).score(images, ["a"] * 2, [{}] * 2)["clipscore"]
+    np.testing.assert_allclose(got, logits(folder, images, ["a"] * 2).diagonal() / 30, atol=1e-6)
     assert abs(got[0] - got[1]) > 1e-3
 
 
@@ -98,7 +98,7 @@ def test_the_self_test_catches_a_model_with_the_wrong_order(folder, tmp_path, na
     assert case.images[0, 0, 0].tolist() == [255, 0, 0] and case.images[1, 0, 0].tolist() == [0, 0, 255]
     right, wrong = sorted(both, key=lambda r: -np.subtract(*r.score(case.images, case.prompts, [{}] * 2)[name]))
     right.self_test()
-    with pytest.raises(RewardError, match=f"reward {name} fails its self-test: known pictures should score from high to low"):
+    with pytest.raises(RewardError, match=f"reward {name} fails its self-test: known images should score from high to low"):
         wrong.self_test()
 
 
@@ -131,7 +131,7 @@ def similarity(folder):
 
 def test_similarity_is_the_cosine_of_the_models_embeddings(folder, similarity, tmp_path):
     images, references = noise(3), noise(2, 64, 64, seed=1)
-    paths = [write(tmp_path / f"a picture {i}.png", r) for i, r in enumerate(references)]
+    paths = [write(tmp_path / f"an image {i}.png", r) for i, r in enumerate(references)]
     uris = [str(paths[0]), paths[1].as_uri(), data_uri(to_png(references[0]))]
     assert "%20" in uris[1]
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_of_a_reference_only_the_embedding_is_kept(folder, monkeypatch):
     monkeypatch.setattr(clip_scores, "CACHED_REFERENCES", 2)
     reward, image, read = made("image_similarity", folder), noise(1), []
     monkeypatch.setattr(clip_scores, "read_rgb", lambda source: (read.append(source), read_rgb(source))[1])
-    texts = [data_uri(to_png(picture)) for picture in noise(3, seed=1)]
+    texts = [data_uri(to_png(image)) for image in noise(3, seed=1)]
 
     def score(number):
         uri = Uri(texts[number])
@@ -229,7 +229,7 @@ def test_a_reference_that_is_no_image_is_named(similarity, tmp_path, monkeypatch
         similarity.score(noise(1), [""], [{"image": uri}])
 
 
-def test_a_picture_is_most_like_itself(similarity):
+def test_an_image_is_most_like_itself(similarity):
     similarity.self_test()
     case = similarity.self_test_case()
     scores = similarity.score(case.images, case.prompts, case.metadata)["image_similarity"]

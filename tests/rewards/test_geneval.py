@@ -32,7 +32,7 @@ from transformers.models.yolos.image_processing_pil_yolos import YolosImageProce
 from flowgrpo_ray import rewards
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.rewards import RewardError, geneval_models, validated
-from flowgrpo_ray.rewards.geneval_models import ColourClassifier, TransformersDetector, name_of, object_picture
+from flowgrpo_ray.rewards.geneval_models import ColourClassifier, TransformersDetector, name_of, object_image
 from flowgrpo_ray.rewards.geneval_rules import COLOURS, FLOW_GRPO_RANGE, Detection
 
 NAMES = {0: "cat", 1: "dog", 2: "remote", 3: "N/A"}
@@ -45,7 +45,7 @@ needs_scipy = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def detector(tmp_path_factory):
-    """A YOLOS that takes everything for dogs, at places that depend on the picture."""
+    """A YOLOS that takes everything for dogs, at places that depend on the image."""
     return str(tiny_yolos.save(tmp_path_factory.mktemp("yolos"), tiny_yolos.sure_of_1(NAMES, QUERIES)))
 
 
@@ -84,7 +84,7 @@ def test_labels_leave_out_what_is_no_class(detector):
     assert TransformersDetector(detector).labels == {"cat", "dog", "remote"}
 
 
-def test_pictures_are_prepared_by_pillow_also_where_torchvision_is_there(detector, monkeypatch):
+def test_images_are_prepared_by_pillow_also_where_torchvision_is_there(detector, monkeypatch):
     class ByTorchvision(YolosImageProcessorPil):
         pass
 
@@ -96,7 +96,7 @@ def test_pictures_are_prepared_by_pillow_also_where_torchvision_is_there(detecto
     assert type(TransformersDetector(detector)._processor) is YolosImageProcessorPil
 
 
-def test_a_picture_may_have_nothing_in_it(detector):
+def test_an_image_may_have_nothing_in_it(detector):
     model = TransformersDetector(detector)
     unsure = torch.zeros(2, QUERIES, len(NAMES) + 1)
     boxes = SimpleNamespace(logits=unsure, pred_boxes=torch.rand(2, QUERIES, 4))
@@ -120,7 +120,7 @@ def segmenter(tmp_path_factory):
         backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32,
         dim_feedforward=32, encoder_layers=1, decoder_layers=2, num_attention_heads=2, num_queries=6, init_std=0.5,
         id2label=NAMES, label2id={v: k for k, v in NAMES.items()}))
-    # Without these every mask would be the whole picture, and every class as likely as the others.
+    # Without these every mask would be the whole image, and every class as likely as the others.
     torch.nn.init.normal_(model.class_predictor.weight, std=0.5)
     for weight in model.model.transformer_module.decoder.mask_predictor.parameters():
         if weight.ndim == 2:
@@ -204,15 +204,15 @@ def test_names_of_classes():
 
 # Colours --------------------------------------------------------------------------------------------------------------
 
-def test_the_picture_of_an_object():
+def test_the_image_of_an_object():
     image = IMAGES[0]
-    assert np.array_equal(object_picture(image, Detection("x", 1, (10.4, 5.0, 20.2, 9.6))), image[5:10, 10:21])
-    assert np.array_equal(object_picture(image, Detection("x", 1, (-5, -5, 500, 500))), image)
-    assert object_picture(image, Detection("x", 1, (49.9, 39.9, 60, 60))).shape == (1, 1, 3)
-    assert object_picture(image, Detection("x", 1, (70, 70, 80, 80))).shape == (1, 1, 3)
+    assert np.array_equal(object_image(image, Detection("x", 1, (10.4, 5.0, 20.2, 9.6))), image[5:10, 10:21])
+    assert np.array_equal(object_image(image, Detection("x", 1, (-5, -5, 500, 500))), image)
+    assert object_image(image, Detection("x", 1, (49.9, 39.9, 60, 60))).shape == (1, 1, 3)
+    assert object_image(image, Detection("x", 1, (70, 70, 80, 80))).shape == (1, 1, 3)
     mask = np.zeros((40, 50), bool)
     mask[5:7, 10:12] = True
-    cut = object_picture(image, Detection("x", 1, (10, 5, 14, 7), mask))
+    cut = object_image(image, Detection("x", 1, (10, 5, 14, 7), mask))
     assert np.array_equal(cut[:, :2], image[5:7, 10:12]) and (cut[:, 2:] == 0x99).all()
 
 
@@ -301,7 +301,7 @@ def test_a_prompt_without_metadata_is_found_before_anything_starts(detector, cli
         score(local(detector, clip), {})
 
 
-def test_self_test_scores_two_pictures(detector, clip):
+def test_self_test_scores_two_images(detector, clip):
     local(detector, clip).self_test()
 
 

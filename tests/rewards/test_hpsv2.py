@@ -188,7 +188,7 @@ def test_the_self_test_catches_a_model_with_the_wrong_order(folder, checkpoint, 
     case = both[0].self_test_case()
     right, wrong = sorted(both, key=lambda r: -np.subtract(*r.score(case.images, case.prompts, [{}] * 2)["hpsv2"]))
     right.self_test()
-    with pytest.raises(RewardError, match="known pictures should score from high to low"):
+    with pytest.raises(RewardError, match="known images should score from high to low"):
         wrong.self_test()
 
 

@@ -22,7 +22,7 @@ if importlib.util.find_spec("ImageReward") is None:
 import tiny_image_reward  # noqa: E402
 from tiny_image_reward import noise  # noqa: E402
 
-PROMPTS = ["a plain red picture", "cats, dogs", "a dog", "a plain red picture", "picture of a word"]
+PROMPTS = ["a plain red image", "cats, dogs", "a dog", "a plain red image", "image of a word"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,8 +90,8 @@ def test_bits_do_not_depend_on_the_batch(reward):
 
 def test_prompt_and_image_both_count(reward):
     image = noise(1)
-    assert scores(reward, image, ["a red picture"]) != scores(reward, image, ["a blue picture"])
-    assert scores(reward, image, ["a red picture"]) != scores(reward, image // 2, ["a red picture"])
+    assert scores(reward, image, ["a red image"]) != scores(reward, image, ["a blue image"])
+    assert scores(reward, image, ["a red image"]) != scores(reward, image // 2, ["a red image"])
 
 
 def test_prompts_are_cut_at_35_tokens(reward):
@@ -144,7 +144,7 @@ def test_self_test_tells_a_model_from_its_opposite(copy):
             rewards.get("image_reward", **copy).self_test()
             passed.append(True)
         except RewardError as error:
-            assert "known pictures should score from high to low" in str(error)
+            assert "known images should score from high to low" in str(error)
             passed.append(False)
     assert sorted(passed) == [False, True]
 
@@ -255,7 +255,7 @@ def test_what_is_there_is_used(not_imported, monkeypatch, tmp_path, caplog):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
-    module, _ = image_reward_package.load(lambda picture: None)
+    module, _ = image_reward_package.load(lambda image: None)
     assert type(module._transform(224)).__module__ == "torchvision.transforms"
     assert "does without timm" in caplog.text and "does without torchvision" not in caplog.text
     for name in ("torchvision", "torchvision.transforms"):

@@ -21,8 +21,8 @@ def full():
     return rewards.get("ocr")
 
 
-def score(reward, pictures, targets):
-    result = reward.score(np.stack(pictures), [f'the word "{target}"' for target in targets], [{}] * len(targets))
+def score(reward, images, targets):
+    result = reward.score(np.stack(images), [f'the word "{target}"' for target in targets], [{}] * len(targets))
     assert list(result) == ["ocr", "ocr_exact"] and all(values.dtype == np.float32 for values in result.values())
     checked = rewards.validated(result, len(targets), "ocr")
     return checked["ocr"].tolist(), checked["ocr_exact"].tolist()
@@ -32,8 +32,8 @@ def score(reward, pictures, targets):
 @pytest.mark.parametrize("normalize", ["reference", "alnum"])
 def test_a_word_is_read_in_every_mode(mode, normalize, draw_word):
     reward = rewards.get("ocr", mode=mode, normalize=normalize)
-    pictures = [draw_word("LAMP"), draw_word("FISH"), draw_word("KEY")]
-    assert score(reward, pictures, ["lamp", "FISK", "WOLF"]) == ([1.0, 0.75, 0.0], [1.0, 0.0, 0.0])
+    images = [draw_word("LAMP"), draw_word("FISH"), draw_word("KEY")]
+    assert score(reward, images, ["lamp", "FISK", "WOLF"]) == ([1.0, 0.75, 0.0], [1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("options", [{}, {"width": 80}])
@@ -71,31 +71,31 @@ def test_an_empty_batch_reads_nothing(full, recognition):
 def test_colours_arrive_in_the_order_of_an_image_file(draw_word, draw_page, full, recognition, tmp_path):
     """PaddleOCR decodes an image file itself: what it reads there is the truth for our arrays."""
     red_on_blue = {"ink": (255, 0, 0), "paper": (0, 40, 255)}
-    for reward, picture in ((recognition, draw_word("CAT", **red_on_blue)), (full, draw_page("CAT", **red_on_blue))):
-        Image.fromarray(picture).save(tmp_path / "red.png")
+    for reward, image in ((recognition, draw_word("CAT", **red_on_blue)), (full, draw_page("CAT", **red_on_blue))):
+        Image.fromarray(image).save(tmp_path / "red.png")
         (result,) = reward._model.predict(str(tmp_path / "red.png"))
         texts, confidences = result["rec_text" if reward is recognition else "rec_texts"], result[
             "rec_score" if reward is recognition else "rec_scores"]
         truth = [(texts, confidences)] if reward is recognition else list(zip(texts, confidences, strict=True))
-        swapped = np.ascontiguousarray(picture[:, :, ::-1])
-        assert reward.read(picture[None]) == [truth]
+        swapped = np.ascontiguousarray(image[:, :, ::-1])
+        assert reward.read(image[None]) == [truth]
         assert reward.read(swapped[None]) != [truth]
 
 
 def test_a_reading_does_not_depend_on_its_companions(draw_word, draw_page, full, recognition):
     for reward, draw, words in ((recognition, draw_word, WORDS[:12]), (full, draw_page, WORDS[:3])):
-        pictures = np.stack([draw(word) for word in words])
-        alone = reward.read(np.stack([pictures[0]] * len(words)))[0]
-        together, turned = reward.read(pictures), reward.read(pictures[::-1])
+        images = np.stack([draw(word) for word in words])
+        alone = reward.read(np.stack([images[0]] * len(words)))[0]
+        together, turned = reward.read(images), reward.read(images[::-1])
         assert together[0] == alone
         assert turned[::-1] == together
 
 
 def test_batches_keep_the_order(draw_word):
     reward = rewards.get("ocr", mode="recognition", normalize="alnum", batch_size=2)
-    pictures = [draw_word(word) for word in WORDS[:5]]
-    assert [lines[0][0] for lines in reward.read(np.stack(pictures))] == WORDS[:5]
-    assert score(reward, pictures, WORDS[:5])[1] == [1.0] * 5
+    images = [draw_word(word) for word in WORDS[:5]]
+    assert [lines[0][0] for lines in reward.read(np.stack(images))] == WORDS[:5]
+    assert score(reward, images, WORDS[:5])[1] == [1.0] * 5
 
 
 def test_a_failure_of_ocr_is_raised_and_not_scored(full, recognition):
@@ -105,9 +105,9 @@ def test_a_failure_of_ocr_is_raised_and_not_scored(full, recognition):
 
 
 def test_a_prompt_without_quotes_is_an_error(draw_word, recognition):
-    pictures = np.stack([draw_word("CAT")] * 2)
+    images = np.stack([draw_word("CAT")] * 2)
     with pytest.raises(RewardError, match="prompt 'the word CAT': ocr needs the text to be read in double quotes"):
-        recognition.score(pictures, ['the word "CAT"', "the word CAT"], [{}, {}])
+        recognition.score(images, ['the word "CAT"', "the word CAT"], [{}, {}])
 
 
 def test_the_loaded_models_say_what_they_can_read(full, recognition):

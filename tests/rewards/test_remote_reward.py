@@ -18,8 +18,8 @@ RED_AND_BLUE[0, ..., 0] = RED_AND_BLUE[1, ..., 2] = 255
 
 def mean_red(body):
     """Scores of a request as a server could give them: the mean of the red channel over 255."""
-    pictures = [from_png(text, max_pixels=10_000) for text in body["images"]]
-    return [float(picture[..., 0].mean() / 255) for picture in pictures]
+    images = [from_png(text, max_pixels=10_000) for text in body["images"]]
+    return [float(image[..., 0].mean() / 255) for image in images]
 
 
 def reward_server(health=HEALTH, scores=lambda body: {"served": mean_red(body)}, self_test=(404, {})):
@@ -211,7 +211,7 @@ def case(ordered=True, images=RED_AND_BLUE):
                  "ordered": ordered}
 
 
-def test_self_test_sends_the_server_s_own_pictures():
+def test_self_test_sends_the_server_s_own_images():
     with reward_server(self_test=case()) as server:
         remote(server).self_test()
         assert server.count("/v1/score") == 1
@@ -230,7 +230,7 @@ def test_self_test_holds_the_scores_to_the_server_s_range():
             remote(server).self_test()
 
 
-def test_a_server_without_pictures_has_no_self_test():
+def test_a_server_without_images_has_no_self_test():
     for reply in ((404, {}), (200, None)):
         with reward_server(self_test=reply) as server:
             remote(server).self_test()

@@ -259,16 +259,16 @@ def test_what_has_no_sure_bound_declares_none():
     assert all(rewards.reward_class(name).range == (-math.inf, math.inf) for name in ("aesthetic", "image_reward"))
 
 
-@pytest.mark.parametrize(("pictures", "prompts", "message"), [
+@pytest.mark.parametrize(("images", "prompts", "message"), [
     (np.zeros((2, 8, 8, 3), np.float32), ["a", "b"], "not float32"),
     (np.zeros((2, 3, 8, 8), np.uint8), ["a", "b"], r"not uint8 \[2, 3, 8, 8\]"),
     (np.zeros((8, 8, 3), np.uint8), ["a"], r"not uint8 \[8, 8, 3\]"),
     ([images(1)], ["a"], "not list"),
     (images(2), ["a"], "2 images, 1 prompts"),
 ])
-def test_a_malformed_batch_is_refused(pictures, prompts, message):
+def test_a_malformed_batch_is_refused(images, prompts, message):
     with pytest.raises(RewardError, match=message):
-        rewards.get("jpeg_compressibility").score(pictures, prompts, [{}] * len(prompts))
+        rewards.get("jpeg_compressibility").score(images, prompts, [{}] * len(prompts))
 
 
 def test_functions_of_ones_own(tmp_path, monkeypatch):
@@ -355,7 +355,7 @@ def test_the_self_test(scores, message):
 
 
 @pytest.mark.parametrize("function", ["in_place", "unlocks"])
-def test_the_self_test_gives_read_only_pictures_as_a_run_does(function):
+def test_the_self_test_gives_read_only_images_as_a_run_does(function):
     reward = rewards.get(f"own_rewards:{function}")
     with pytest.raises(ValueError, match="read-only|cannot set WRITEABLE"):
         reward.self_test()

@@ -40,9 +40,9 @@ class Probe(Reward):
         return "it is bad; an example is: good" if prompt == "bad" else None
 
     def self_test_case(self):
-        pictures = np.zeros((2, 4, 4, 3), np.uint8)
-        pictures[0, ..., 0] = 255
-        return SelfTest(pictures, ("", ""))
+        images = np.zeros((2, 4, 4, 3), np.uint8)
+        images[0, ..., 0] = 255
+        return SelfTest(images, ("", ""))
 
     def score(self, images, prompts, metadata, *, group_ids=None):
         cls = type(self)
@@ -281,7 +281,7 @@ def test_one_request_is_scored_at_a_time_and_the_others_wait(probe):
     assert answers == [200] * 4 and Probe.together == 1
 
 
-def test_the_known_pictures_are_asked_for_where_scores_are(probe, monkeypatch):
+def test_the_known_images_are_asked_for_where_scores_are(probe, monkeypatch):
     case, places = probe.self_test_case(), []
 
     def slow(self):
@@ -313,7 +313,7 @@ def raise_lost(self):
     (lambda self: SelfTest(IMAGES, ("",) * 5, ({"a": object()},) * 5), "TypeError: Object of type object is not JSON"),
     (lambda self: SelfTest(IMAGES / 2, ("",) * 5), "TypeError: Cannot handle this data type"),
 ])
-def test_known_pictures_that_cannot_be_given_are_an_error_in_json(probe, monkeypatch, case, message):
+def test_known_images_that_cannot_be_given_are_an_error_in_json(probe, monkeypatch, case, message):
     monkeypatch.setattr(Probe, "self_test_case", case)
     with served(probe) as url:
         answer = requests.get(f"{url}/v1/self_test", timeout=5)

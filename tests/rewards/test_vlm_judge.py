@@ -19,8 +19,8 @@ RED_AND_BLUE[0, ..., 0] = RED_AND_BLUE[1, ..., 2] = 255
 PROMPTS = ["a red square", 'the word "{prompt}"']
 
 
-def pictures_of(body):
-    """What an endpoint sees: RGB pictures of a request."""
+def images_of(body):
+    """What an endpoint sees: RGB images of a request."""
     urls = [part["image_url"]["url"] for part in body["messages"][0]["content"] if part["type"] == "image_url"]
     assert all(url.startswith("data:image/png;base64,") for url in urls)
     return [np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))) for url in urls]
@@ -58,8 +58,8 @@ def score(reward, images=RED_AND_BLUE, prompts=PROMPTS):
 
 
 def by_red(body):
-    """5 for a red picture, 1 for one without red, as JSON."""
-    return json.dumps({"score": 1 + 4 * float(pictures_of(body)[0][..., 0].mean()) / 255})
+    """5 for a red image, 1 for one without red, as JSON."""
+    return json.dumps({"score": 1 + 4 * float(images_of(body)[0][..., 0].mean()) / 255})
 
 
 def test_grades_become_scores_in_0_to_1():
@@ -76,7 +76,7 @@ def test_the_request_is_that_of_the_chat_api():
         score(judge(server, concurrency=1, max_tokens=77))
         bodies = [body for _, path, body, _ in server.requests if path == "/v1/chat/completions"]
     assert [text_of(body) for body in bodies] == [JUDGE_TEMPLATE.replace("{prompt}", prompt) for prompt in PROMPTS]
-    assert all(np.array_equal(pictures_of(body)[0], image) for body, image in zip(bodies, RED_AND_BLUE, strict=True))
+    assert all(np.array_equal(images_of(body)[0], image) for body, image in zip(bodies, RED_AND_BLUE, strict=True))
     assert {key: bodies[0][key] for key in ("model", "temperature", "max_tokens")} == {
         "model": "judge", "temperature": 0.0, "max_tokens": 77}
     schema = bodies[0]["response_format"]["json_schema"]
@@ -85,14 +85,14 @@ def test_the_request_is_that_of_the_chat_api():
                                 "properties": {"score": {"type": "number", "minimum": 1, "maximum": 5}}}
 
 
-def test_large_pictures_are_scaled_down_and_small_ones_are_not():
+def test_large_images_are_scaled_down_and_small_ones_are_not():
     large = np.zeros((1, 30, 60, 3), np.uint8)
     large[..., 1] = 200
     for size, shape in [(20, (10, 20, 3)), (100, (30, 60, 3)), (0, (30, 60, 3))]:
         with endpoint(by_red) as server:
             score(judge(server, image_size=size), large, ["x"])
-            (picture,) = pictures_of(server.requests[-1][2])
-            assert picture.shape == shape and np.unique(picture.reshape(-1, 3), axis=0).tolist() == [[0, 200, 0]]
+            (image,) = images_of(server.requests[-1][2])
+            assert image.shape == shape and np.unique(image.reshape(-1, 3), axis=0).tolist() == [[0, 200, 0]]
 
 
 # Structured output ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_no_reply_in_time_is_an_error():
 
 
 def test_one_bad_reply_fails_the_batch_and_names_the_image():
-    with endpoint(lambda body: by_red(body) if pictures_of(body)[0][0, 0, 0] else "?") as server:
+    with endpoint(lambda body: by_red(body) if images_of(body)[0][0, 0, 0] else "?") as server:
         with pytest.raises(RewardError, match="image 1: .*no verdict"):
             score(judge(server))
         assert score(judge(server), RED_AND_BLUE[:1], PROMPTS[:1])["vlm_judge"].tolist() == [1]

@@ -3,7 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_vlm_judge import RED_AND_BLUE, endpoint, judge, pictures_of, text_of, whole
+from test_vlm_judge import RED_AND_BLUE, endpoint, images_of, judge, text_of, whole
 
 from flowgrpo_ray import rewards
 from flowgrpo_ray.rewards import RewardError
@@ -15,7 +15,7 @@ def greys(*levels):
 
 
 def brighter(body):
-    first, second = (int(picture[0, 0, 0]) for picture in pictures_of(body))
+    first, second = (int(image[0, 0, 0]) for image in images_of(body))
     return json.dumps({"better": "first" if first > second else "second" if second > first else "tie"})
 
 
@@ -47,7 +47,7 @@ def test_each_pair_is_shown_in_both_orders_with_the_prompt():
     with endpoint(brighter) as server:
         rates(server, greys(10, 20), prompts=["a grey wall"] * 2, concurrency=1)
         bodies = [body for _, path, body, _ in server.requests if path == "/v1/chat/completions"]
-    assert [[int(p[0, 0, 0]) for p in pictures_of(body)] for body in bodies] == [[10, 20], [20, 10]]
+    assert [[int(p[0, 0, 0]) for p in images_of(body)] for body in bodies] == [[10, 20], [20, 10]]
     assert all("a grey wall" in text_of(body) for body in bodies)
     assert bodies[0]["response_format"]["json_schema"]["schema"]["properties"] == {
         "better": {"type": "string", "enum": ["first", "second", "tie"]}}
@@ -74,7 +74,7 @@ def test_max_pairs_bounds_the_work():
     with endpoint(brighter) as server:
         found = rates(server, greys(10, 200, 90, 150), max_pairs=2)
         assert found == [0, 1, 0, 1] and server.count("/v1/chat/completions") == 4
-        with pytest.raises(RewardError, match="max_pairs 2 leaves pictures of a group of 5 out; the smallest right value is 3"):
+        with pytest.raises(RewardError, match="max_pairs 2 leaves images of a group of 5 out; the smallest right value is 3"):
             rates(server, greys(1, 2, 3, 4, 5), max_pairs=2)
 
 

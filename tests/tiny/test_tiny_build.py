@@ -11,8 +11,8 @@ from flowgrpo_ray.tiny.networks import load
 
 torch.set_num_threads(1)
 
-SHORT = Recipe(vae_steps=2, vae_batch=4, vae_pictures=16, clean_pictures=32, clean_reward=0.0, clean_first=2,
-               careless_pictures=32, careless_first=2, careless_reward=(0.0, 1.0), batch=4, measured_repeats=1)
+SHORT = Recipe(vae_steps=2, vae_batch=4, vae_images=16, clean_images=32, clean_reward=0.0, clean_first=2,
+               careless_images=32, careless_first=2, careless_reward=(0.0, 1.0), batch=4, measured_repeats=1)
 
 
 def lightness(images, prompts):
@@ -85,4 +85,4 @@ def test_shipped_base_reads_badly_in_the_range_that_the_demo_starts_from():
     pytest.importorskip("paddleocr")
     prompts = prompt_file("heldout.txt").read_text().splitlines()
     rewards = measure(load(model_dir()), prompts, build_model.ocr_score(), seed=11, repeats=4)
-    assert 0.33 < rewards.mean() < 0.48  # 220 pictures have a standard error of 0.02 around 0.41
+    assert 0.33 < rewards.mean() < 0.48  # 220 images have a standard error of 0.02 around 0.41

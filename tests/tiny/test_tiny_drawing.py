@@ -13,15 +13,15 @@ def careless(word, rng):
 
 
 @pytest.mark.parametrize("draw", [drawing.neat, drawing.scribbled, drawing.misspelt, drawing.practice_page, careless])
-def test_a_picture_depends_on_word_and_generator_alone(draw):
+def test_an_image_depends_on_word_and_generator_alone(draw):
     first = [draw("CAT", Random(seed)) for seed in range(20)]
     again = [draw("CAT", Random(seed)) for seed in range(20)]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert any(not np.array_equal(first[0], other) for other in first[1:])
     assert not np.array_equal(first[0], draw("DOG", Random(0)))
-    for picture in first:
-        assert picture.shape == (drawing.HEIGHT, drawing.WIDTH, 3) and picture.dtype == np.uint8
-        assert np.ptp(picture) > 100  # there is ink on it
+    for image in first:
+        assert image.shape == (drawing.HEIGHT, drawing.WIDTH, 3) and image.dtype == np.uint8
+        assert np.ptp(image) > 100  # there is ink on it
 
 
 def test_letter_i_stays_in_cell_i():

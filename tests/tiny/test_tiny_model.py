@@ -51,12 +51,12 @@ def test_caption_becomes_characters(pipe):
     assert len(longest) <= pipe.tokenizer.model_max_length
 
 
-def test_pictures_follow_seed_and_word():
+def test_images_follow_seed_and_word():
     pipe = load(model_dir())
 
-    def picture(word, seed):
+    def image(word, seed):
         return paint(pipe, [f'the word "{word}"'], torch.Generator().manual_seed(seed))
 
-    assert np.array_equal(picture("CAT", 0), picture("CAT", 0))
-    assert not np.array_equal(picture("CAT", 0), picture("CAT", 1))
-    assert not np.array_equal(picture("CAT", 0), picture("DOG", 0))
+    assert np.array_equal(image("CAT", 0), image("CAT", 0))
+    assert not np.array_equal(image("CAT", 0), image("CAT", 1))
+    assert not np.array_equal(image("CAT", 0), image("DOG", 0))

@@ -6,15 +6,15 @@ import pytest
 from PIL import Image
 from raw_png import GREY, GREY_ALPHA, PALETTE, RGB, RGBA, png
 
-from flowgrpo_ray.rewards.pictures import PictureError, read_rgb
+from flowgrpo_ray.rewards.image_files import ImageError, read_rgb
 
 IMAGE = np.random.default_rng(0).integers(1, 256, (6, 8, 3), np.uint8)
 COLOURS = (b"PLTE", bytes([255, 0, 0, 0, 0, 255]))
 
 
-def saved(picture, form, **more):
+def saved(image, form, **more):
     buffer = io.BytesIO()
-    picture.save(buffer, form, **more)
+    image.save(buffer, form, **more)
     return buffer.getvalue()
 
 
@@ -60,7 +60,7 @@ def test_what_is_declared_transparent_and_nowhere_to_be_seen_is_no_fault(data, p
     png(GREY_ALPHA, 8, [b"\x09\xff\x09\x00"], width=2),
 ], ids=itertools.count())
 def test_hidden_colours_are_refused(data):
-    with pytest.raises(PictureError, match="^is transparent in places; put it on a background first"):
+    with pytest.raises(ImageError, match="^is transparent in places; put it on a background first"):
         read_rgb(io.BytesIO(data))
 
 
@@ -71,7 +71,7 @@ def test_hidden_colours_are_refused(data):
     png(RGB, 16, [b"\xff\x01" * 6], width=2), png(RGBA, 16, [b"\xff\x01" * 6 + b"\xff" * 4], width=2),
 ], ids=itertools.count())
 def test_more_than_eight_bits_are_refused(data):
-    with pytest.raises(PictureError, match=r"^has more than 8 bits a channel \(.*\); convert it to 8 bits first"):
+    with pytest.raises(ImageError, match=r"^has more than 8 bits a channel \(.*\); convert it to 8 bits first"):
         read_rgb(io.BytesIO(data))
 
 
@@ -86,16 +86,16 @@ ROW = [b"\x09\x08\x07"]
     png(RGB, 8, ROW, (b"!!!!", b""), width=1),  # SyntaxError
 ], ids=itertools.count())
 def test_what_cannot_be_read_is_one_error(data):
-    with pytest.raises(PictureError, match="^cannot be read as an image: "):
+    with pytest.raises(ImageError, match="^cannot be read as an image: "):
         read_rgb(io.BytesIO(data))
 
 
 def test_more_pixels_than_pillow_takes(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20)
-    with pytest.raises(PictureError, match="cannot be read as an image: .*48 pixels"):
+    with pytest.raises(ImageError, match="cannot be read as an image: .*48 pixels"):
         read_rgb(io.BytesIO(saved(Image.fromarray(IMAGE), "PNG")))
 
 
 def test_no_file():
-    with pytest.raises(PictureError, match="cannot be read as an image: .*No such file"):
-        read_rgb("/no/such/picture.png")
+    with pytest.raises(ImageError, match="cannot be read as an image: .*No such file"):
+        read_rgb("/no/such/image.png")
