@@ -1,0 +1,1 @@
+"""Clusters: submitting runs, commanding them, manifests."""
