@@ -48,6 +48,9 @@ class Observer(Protocol):
     def row(self, row: Row) -> None:
         """A row of metrics was recorded."""
 
+    def resumes(self, step: int) -> None:
+        """The run resumes from the checkpoint of this step; called before anything else of a resumed run."""
+
     def say(self, text: str) -> None:
         """Something a person may want to know."""
 

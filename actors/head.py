@@ -126,7 +126,7 @@ def _leave_with_ray(number: int) -> None:
     """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
     if number == signal.SIGTERM and gone(wait_s=60.0):
         lost = f" ({last_words})" if last_words else ""
-        os.write(2, f"terminated, and Ray with it; the same command goes on from the newest checkpoint{lost}\n".encode())
+        os.write(2, f"terminated, and Ray with it; the same command resumes from the newest checkpoint{lost}\n".encode())
         os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
 
@@ -147,7 +147,7 @@ def check() -> None:
     for name, process in _vital.items():
         if not _alive(process):
             raise ResourceError(f"Ray's process {name} (pid {process.pid}) has ended: it was killed, or memory ran out. The "
-                                "same command goes on from the newest checkpoint")
+                                "same command resumes from the newest checkpoint")
 
 
 def shut_down() -> None:

@@ -238,13 +238,13 @@ class LearnerGroup:
             return ray.get(ref, timeout=60)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):  # a full disk, a store that is gone
-                raise FlowGrpoError(f"{what} failed: {error.cause}\nThe same command goes on from the newest "
+                raise FlowGrpoError(f"{what} failed: {error.cause}\nThe same command resumes from the newest "
                                     "checkpoint") from error
             cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
             raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
         except ray.exceptions.RayError as error:
             head.check()
-            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}\nThe same command goes on from the newest "
+            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}\nThe same command resumes from the newest "
                                 "checkpoint") from error
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:

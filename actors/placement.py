@@ -14,7 +14,7 @@ from actors import head
 from actors.environments import runtime_env
 from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ResourceError
+from flowgrpo_ray.errors import ResourceError, counted
 from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def crowding(config: Config, cores: int) -> str | None:
     pools = _named_pools(config)
     counts = ", ".join(f"{name} {pool.replicas}" for name, pool in pools.items())
     actors = sum(pool.replicas for pool in pools.values())
-    return (f"{actors} actors ({counts}) ask for {need:g} CPUs, and this machine has {cores}: they slow each "
+    return (f"{counted(actors, 'actor')} ({counts}) ask for {need:g} CPUs, and this machine has {cores}: they slow each "
             "other down; lower pools.*.replicas, or pools.*.num_cpus of actors that mostly wait")
 
 

@@ -29,7 +29,7 @@ from actors.dispatch import (
     trusted,
 )
 from actors.environments import setup_reason
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, first_line, message_of
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, counted, first_line, message_of
 from flowgrpo_ray.status import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class ActorPool:
                     self._finish(member, ref)
             self._expire(member)
         for member in [m for m in self.members if m.record.own >= self._max_failures]:
-            self._take_out(member, f"{member.record.own} calls in a row failed on it and were done by others")
+            self._take_out(member, f"{counted(member.record.own, 'call')} in a row failed on it and were done by others")
         self.pump()
 
     def _go_on_starting(self, member: Member) -> None:
@@ -365,8 +365,8 @@ class ActorPool:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
         if self._lost - self._forgiven > self._max_deaths:
-            raise FlowGrpoError(f"pool {self.name}: more than {self._max_deaths} actors died or were taken out within one step "
-                                "(pools.max_actor_deaths)")
+            raise FlowGrpoError(f"pool {self.name}: more than {counted(self._max_deaths, 'actor')} died or were "
+                                "taken out within one step (pools.max_actor_deaths)")
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()

@@ -21,6 +21,7 @@ from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
 from flowgrpo_ray import startup, trackers, waiting
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import Problems, counted
 from flowgrpo_ray.inputs import identify, pin_model
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import padding_note
@@ -89,8 +90,12 @@ def train(
     """
     waiting.set_limits(config)
     startup.reached("imports")
-    trackers.check(config.logging)
-    inputs = check(config)
+    problems = Problems()
+    with problems.collected():
+        inputs = check(config)
+    with problems.collected():
+        trackers.check(config.logging)
+    problems.raise_found()
     pin_model(config)
     startup.reached("checks")
     if note := padding_note(config):
@@ -98,10 +103,10 @@ def train(
     recorder = Recorder(config, identify(config))
     try:
         if recorder.start_step >= config.run.steps:
-            observer.say(f"all {config.run.steps} steps of this run are done; raise run.steps to go on")
+            observer.say(f"this run is done: {counted(config.run.steps, 'step')}; raise run.steps to train on")
             return recorder.run_dir
         if recorder.resume_from:
-            observer.say(f"going on from step {recorder.start_step}")
+            observer.resumes(recorder.start_step)
         for note in recorder.notes:
             observer.say(note)
         with connected(config, address), controller_class(config, inputs, recorder, observer) as controller:

@@ -14,7 +14,7 @@ from actors.dispatch import Task
 from actors.pool import ActorPool
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, first_line
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, counted, first_line
 from flowgrpo_ray.policies.source import CFG_FAMILIES
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta, SampleRequest
@@ -106,6 +106,7 @@ class Sampling:
         if isinstance(error, SyncError | ConfigError):
             raise error  # trying again cannot help
         if task.attempts >= MAX_ATTEMPTS:
-            raise FlowGrpoError(f"{task.what} failed {task.attempts} times: {type(error).__name__}: {error}") from error
+            raise FlowGrpoError(f"{task.what} failed {counted(task.attempts, 'time')}: "
+                                f"{type(error).__name__}: {error}") from error
         log.warning("%s failed (%s: %s); it is submitted again", task.what, type(error).__name__, error)
         self._pool.submit_again(task, on_fresh_actor=task.attempts == MAX_ATTEMPTS - 1)

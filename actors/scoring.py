@@ -17,7 +17,7 @@ from actors.dispatch import ActorKilledError, NoActorError, Task
 from actors.pool import ActorPool
 from actors.reward import PLACE
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted, described
 from flowgrpo_ray.preflight import known_class
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards.base import batch_size_of
@@ -154,7 +154,7 @@ class Scoring:
         """Raises FlowGrpoError where a reward failed on too many of the images since the last call."""
         for (reward, text), count in self._repeats.items():
             if count > 1:
-                log.warning("reward %s failed %d more times in this way: %s", reward, count - 1, text)
+                log.warning("reward %s failed %s in this way: %s", reward, counted(count - 1, "more time"), text)
         self._repeats.clear()
         for reward, images in self._asked.items():
             self._check_budget(reward, images)
@@ -165,7 +165,7 @@ class Scoring:
     def _check_budget(self, reward: str, images: float) -> None:
         allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
         if failed > allowed * images:
-            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {images} images, more than "
+            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {counted(images, 'image')}, more than "
                                 f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
 
     def _send(self, batch: _Batch) -> None:
@@ -232,7 +232,7 @@ class Scoring:
         rows = list(batch.rows())
         self.counts[f"failures/{reward}"] += len(rows)
         self._failures[reward] += len(rows)
-        text = f"{text} (prompt {rows[0][0].prompts[rows[0][1]]!r}, {batch.retries} retries)"
+        text = f"{text} (prompt {rows[0][0].prompts[rows[0][1]]!r}, {counted(batch.retries, 'retry')})"
         if settings.on_failure == "fail":
             raise FlowGrpoError(f"{text} (rewards.{reward}.on_failure is fail)")
         log.log(level, "%s; %s", text, "it has no score" if settings.weight == 0 else

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import ray
 
-from flowgrpo_ray.errors import SyncError
+from flowgrpo_ray.errors import SyncError, counted
 from flowgrpo_ray.trajectory import ExportInfo, SyncReply
 
 
@@ -33,13 +33,13 @@ def verify(reply: SyncReply, published: Published) -> None:
     if (reply.slot, reply.version) != (published.slot, published.version):
         raise SyncError(f"{where}: an actor answered for {reply.slot} version {reply.version}")
     if reply.bound != published.tensors:
-        raise SyncError(f"{where}: an actor bound {reply.bound} tensors of {published.tensors}")
+        raise SyncError(f"{where}: an actor bound {counted(reply.bound, 'tensor')} of {published.tensors}")
     if reply.digest != published.digest:
         raise SyncError(f"{where}: an actor's parameters read back as {reply.digest[:16]}, the learner exported "
                         f"{published.digest[:16]}")
     expected = {published.version: 0, published.version - 1: published.changed}.get(reply.previous, -1)
     if expected >= 0 and reply.changed != expected:
-        raise SyncError(f"{where}: {reply.changed} tensors changed in an actor, {expected} in the learner")
+        raise SyncError(f"{where}: {counted(reply.changed, 'tensor')} changed in an actor, {expected} in the learner")
 
 
 def agreed(infos: list[ExportInfo]) -> ExportInfo:

@@ -122,7 +122,7 @@ def open_checkpoint(uri: str) -> CheckpointInfo:
 
 
 def latest(run_dir: str, run_id: str | None = None) -> CheckpointInfo | None:
-    """The newest whole checkpoint of a run directory (of run `run_id`, if given); None where there is none.
+    """The newest complete checkpoint of a run directory (of run `run_id`, if given); None where there is none.
 
     Folders that are no checkpoint are skipped, each with a warning that says why.
     """

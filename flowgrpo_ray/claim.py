@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from flowgrpo_ray import signals, storage
-from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
+from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, ResumeError
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Claim:
         opened_by: reads which driver was the last to `confirm` and record itself as the run's (None: nobody).
 
     Raises:
-        CheckpointError: another living process of this machine writes into the run.
+        ResumeError: another living process of this machine writes into the run.
         ConfigError: the folder cannot be written.
     """
 
@@ -86,7 +86,7 @@ class Claim:
         without a beat.
 
         Raises:
-            CheckpointError: the other lives, and is at work.
+            ResumeError: the other lives, and is at work.
         """
         said = False
         while (found := _read(self._uri)) is not None and found.get("id") != self.id:
@@ -96,7 +96,7 @@ class Claim:
                 self._other = self._look_at(found)
             now, other = self._look_at(found), self._other
             if now.opened and (now.beat != other.beat or not other.opened):
-                raise CheckpointError(f"{storage.display(self._run_dir)} is being written by {_who(found)}, which is alive; "
+                raise ResumeError(f"{storage.display(self._run_dir)} is being written by {_who(found)}, which is alive; "
                                       "wait for it, stop it, or choose another run.name")
             if now.beat != other.beat:  # it lives, and may yet fail to start
                 self._other = other = now
@@ -200,13 +200,13 @@ def _may_live(holder: dict[str, Any], run_dir: str) -> bool:
     """False for a dead process of this machine (and for this process itself), True for anybody elsewhere.
 
     Raises:
-        CheckpointError: a living process of this machine.
+        ResumeError: a living process of this machine.
     """
     if holder.get("machine") != machine():
         return True
     if holder.get("pid") == os.getpid() or not _is_alive(holder):
         return False
-    raise CheckpointError(f"{storage.display(run_dir)} is being written by process {holder['pid']} of this machine; wait for "
+    raise ResumeError(f"{storage.display(run_dir)} is being written by process {holder['pid']} of this machine; wait for "
                           "it, stop it, or choose another run.name")
 
 

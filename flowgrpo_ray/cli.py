@@ -1,7 +1,8 @@
 """The `flowgrpo-ray` command. Everything heavy (torch, Ray, rich) is imported by the command that needs it.
 
-Exit codes: 0 done, 2 a wrong command line or configuration, 1 any other failure that is explained, 130 after Ctrl-C and
-143 after SIGTERM (actors are ended first in both).
+Exit codes: 0 done; 2 the command line, the configuration or another input must be changed (a resume with other settings,
+and a run directory that is in use, too); 1 any other failure that is explained, such as a damaged checkpoint or a store that
+cannot be reached; 130 after Ctrl-C and 143 after SIGTERM (actors are ended first in both).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typer.core import TyperGroup
 
 from flowgrpo_ray import cli_rewards, cli_runs, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,8 +102,9 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
     run_dir = storage.join(settings.run.dir, settings.run.name)
     view = open_view(settings, console)
-    view.say(f"run {settings.run.name}: {settings.run.steps} steps of {settings.sampling.groups_per_step} groups x "
-             f"{settings.sampling.group_size} images, in {storage.display(run_dir)}")
+    view.say(f"run {settings.run.name}: {counted(settings.run.steps, 'step')} of "
+             f"{counted(settings.sampling.groups_per_step, 'group')} x "
+             f"{counted(settings.sampling.group_size, 'image')}, in {storage.display(run_dir)}")
     if hint := monitor_hint(settings.model_dump(mode="json")):
         view.say(hint)
     try:
@@ -180,7 +182,7 @@ def evaluate(
         typer.echo(json.dumps({"weights": what, "prompts": settings.data.eval_prompts, "images": int(images),
                                "images_without_score": int(masked), "scores": scores}, indent=2))
         return
-    typer.echo(f"{what} on {settings.data.eval_prompts}: {images:.0f} images"
+    typer.echo(f"{what} on {settings.data.eval_prompts}: {counted(int(images), 'image')}"
                + (f", and {masked:.0f} without a score" if masked else ""))
     width = max(map(len, [*names, "reward"]))
     typer.echo(f"{'reward':<{width}}  {'mean':>8}  {'std. error':>10}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowgrpo_ray import signals
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from flowgrpo_ray.prompts import PromptRecord
@@ -115,12 +115,12 @@ def score(
     for key in keys:
         values = [file.scores[key] for file in files if key in file.scores]
         mean = f"{sum(values) / len(values):.4f}" if values else "-"
-        typer.echo(f"mean {key}: {mean} of {len(values)} images")
+        typer.echo(f"mean {key}: {mean} of {counted(len(values), 'image')}")
     if out is not None:
         write_table(out, files, keys)
         typer.echo(out)
     if failed := sum(file.error is not None for file in files):
-        typer.echo(f"{failed} of {len(files)} images have no score", err=True)
+        typer.echo(f"{failed} of {counted(len(files), 'image')} have no score", err=True)
         raise typer.Exit(1)
 
 

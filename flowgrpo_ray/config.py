@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from flowgrpo_ray import yaml12
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, counted, nearest
 from flowgrpo_ray.paths import make_absolute
 from flowgrpo_ray.rewards import known_rewards
 from flowgrpo_ray.sections import (
@@ -116,8 +116,9 @@ class Config(Section):
                                 f"{section}.batch_groups to 1")
         rows, train_rows = s.micro_batch * s.batch_groups, self.train_micro_batch * self.train_batch_groups
         if rows != train_rows and t.ratio_tolerance == "auto":
-            problems.append(f"training micro-batches have {train_rows} rows (train.micro_batch {self.train_micro_batch} x "
-                            f"train.batch_groups {self.train_batch_groups}), those of sampling {rows}: bits depend on batch "
+            problems.append(f"training micro-batches have {counted(train_rows, 'row')} "
+                            f"(train.micro_batch {self.train_micro_batch} x train.batch_groups "
+                            f"{self.train_batch_groups}), those of sampling {rows}: bits depend on batch "
                             "shape, so set train.ratio_tolerance to a number, for example "
                             f"{self.loss.clip_low / 4:g}")
         if s.groups_per_step % t.updates_per_step:
@@ -130,14 +131,14 @@ class Config(Section):
             problems.append(f"sampling.window.range {[first, end]} is empty: it is [first, last + 1), for example [0, "
                             f"{last_noisy}]")
         elif not 0 <= first < end <= s.num_steps:
-            problems.append(f"sampling.window.range {[first, end]} leaves the schedule of {s.num_steps} steps; the "
+            problems.append(f"sampling.window.range {[first, end]} leaves the schedule of {counted(s.num_steps, 'step')}; the "
                             f"widest range is [0, {last_noisy}]")
         elif end > last_noisy:
             problems.append(f"sampling.window.range {[first, end]} contains step {s.num_steps - 1}, at which "
                             f"{s.kernel} adds no noise (its log-prob does not exist); end it at {last_noisy}")
         elif self.window_size > end - first:
             problems.append(f"sampling.window.size is {s.window.size}, but sampling.window.range {[first, end]} holds "
-                            f"{end - first} steps; the largest size is {end - first}")
+                            f"{counted(end - first, 'step')}; the largest size is {end - first}")
         if s.max_staleness:
             problems.append(f"sampling.max_staleness is {s.max_staleness}: sampling ahead of the learner is not built "
                             "yet; the nearest right value is 0")

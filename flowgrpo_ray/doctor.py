@@ -12,6 +12,7 @@ from typing import Literal
 
 from flowgrpo_ray import grids, watch
 from flowgrpo_ray.charts import keys_of
+from flowgrpo_ray.errors import counted
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.page import number, sentence
 from flowgrpo_ray.run_data import RunData
@@ -94,7 +95,7 @@ def _masks(run: RunData, rows: Sequence[Row]) -> Finding:
     failures = {key.partition("/")[2]: run.rows[-1].get(key, 0.0) for key in keys_of(run.rows, "scoring_failures")}
     worst = max(failures, key=lambda name: failures[name], default="")
     dropped = sum(row.get("dropped_groups", 0.0) for row in rows)
-    text = f"{share:.1%} of samples, {dropped:.0f} groups dropped"
+    text = f"{share:.1%} of samples, {counted(int(dropped), 'group')} dropped"
     if share <= 0.01 and not dropped:
         return Finding("Samples without a score", text, "ok", "Every sample, or nearly every one, takes part.")
     named = f" Most failures are of the reward {worst}." if failures.get(worst) else ""
@@ -262,7 +263,8 @@ def _images(run: RunData) -> Finding:
         return Finding(check, "not on file", "none", "It takes the grids of the evaluation at the start and of a later one "
                        "(eval.at_start, eval.every_steps, eval.grid_images).")
     mean = watch.mean(grids.difference(a, b) for a, b in found)
-    text = f"mean difference {mean:.2g} of 255 after {ends[1][0]} steps, {len(found)} images at the same noise"
+    text = (f"mean difference {mean:.2g} of 255 after {counted(ends[1][0], 'step')}, "
+            f"{counted(len(found), 'image')} at the same noise")
     if mean < 1:
         return Finding(check, text, "bad" if mean < 0.1 else "look",
                        "The images are still those of the base: the adapter has had too little effect so far.", symptom=True)

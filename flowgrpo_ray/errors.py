@@ -6,7 +6,8 @@ import difflib
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FlowGrpoError(RuntimeError):
@@ -29,12 +30,46 @@ class ResourceError(FlowGrpoError):
     """The cluster cannot hold the actors that the configuration asks for, or they did not start in time."""
 
 
+class ResumeError(ConfigError):
+    """A run directory cannot be used as asked: its run has other settings or inputs, `run.resume` forbids it, or another
+    process is writing it."""
+
+
 class CheckpointError(FlowGrpoError):
-    """A checkpoint is truncated, foreign, or made with other settings or inputs."""
+    """A checkpoint is damaged, cannot be read, or is another run's."""
 
 
 class DeadlineError(FlowGrpoError, TimeoutError):
     """A library's call that leaves the process had no answer by its deadline."""
+
+
+class Problems:
+    """Collects the ConfigErrors of several checks, so that all that is wrong is reported at once."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep a ConfigError that is raised inside."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found.append(error)
+
+    def raise_found(self) -> None:
+        """Raise the only error that was found, or one ConfigError with the messages of all."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise ConfigError("\n".join(dict.fromkeys(map(str, self.found))))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: `1 step`, `2 steps`, `0 retries`."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun[:-1]}ies" if noun.endswith("y") else f"{number} {noun}s"
 
 
 def nearest(word: str, choices: Iterable[str], prefix: str = "") -> str:

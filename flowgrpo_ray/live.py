@@ -23,6 +23,7 @@ from rich.text import Text
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.errors import counted
 from flowgrpo_ray.metrics import Row, read_metrics
 from flowgrpo_ray.samples import list_grids
 
@@ -43,7 +44,7 @@ class RunConsole(Console):
         os.close(nowhere)
         if not self.stderr:
             with suppress(OSError):
-                print("standard output was closed by its reader; the run goes on without it", file=sys.stderr, flush=True)
+                print("standard output was closed by its reader; the run continues without it", file=sys.stderr, flush=True)
 
 
 def set_up_logging(level: str, console: Console) -> None:
@@ -76,6 +77,7 @@ class PlainView:
     def __init__(self, config: Config, console: Console) -> None:
         self.config, self.console = config, console
         self.rows: list[Row] = []
+        self.start_step = 0
         self.started = time.monotonic()
         self._optimised = [name for name, reward in config.rewards.items() if reward.weight] or list(config.rewards)
 
@@ -91,6 +93,10 @@ class PlainView:
     def row(self, row: Row) -> None:
         self.rows.append(row)
         self._print(self._line(row))
+
+    def resumes(self, step: int) -> None:
+        self.start_step = step
+        self.say(f"resuming from step {step}")
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -159,7 +165,7 @@ class LiveView(PlainView):
             self._events.append(f"evaluation at step {int(row['step'])}: {evaluated}")
 
     def _render(self) -> Panel:
-        done = int(self.rows[-1]["step"]) if self.rows else 0
+        done = int(self.rows[-1]["step"]) if self.rows else self.start_step
         steps, left = self.config.run.steps, self.seconds_left()
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(ratio=1)
@@ -171,7 +177,7 @@ class LiveView(PlainView):
             parts.append(Text("\n".join(self._events), style="dim", overflow="ellipsis", no_wrap=True))
         if self._warnings.count:
             count = self._warnings.count
-            last = f"{count} warning{'s' if count > 1 else ''}, the last: {self._warnings.last}"
+            last = f"{counted(count, 'warning')}, the last: {self._warnings.last}"
             parts.append(Text(last, style="yellow", overflow="ellipsis", no_wrap=True))
         return Panel(Group(*parts), title=f"flowgrpo-ray  {escape(self.config.run.name)}", title_align="left",
                      border_style="blue")
@@ -280,7 +286,7 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
                 console.print(f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last ({why})",
                               highlight=False)
     minutes = rows[-1].get("time_total", 0.0) / 60
-    console.print(f"trained {int(rows[-1]['step'])} steps in {minutes:.1f} minutes", highlight=False)
+    console.print(f"trained {counted(int(rows[-1]['step']), 'step')} in {minutes:.1f} minutes", highlight=False)
     for what, where in places(run_dir, int(rows[-1]["step"])):
         console.print(f"  {what:<9} {where}", markup=False, highlight=False, soft_wrap=True)
 

@@ -49,14 +49,14 @@ def find_checkpoint(run_dir: str, step: str) -> CheckpointInfo:
     """A verified checkpoint: `step` is a number or "latest".
 
     Raises:
-        ConfigError: no run there, or `step` is neither.
-        CheckpointError: no such checkpoint, or one that is not whole.
+        ConfigError: no run there, no checkpoint of that step, or `step` is neither.
+        CheckpointError: the checkpoint is damaged, or there is no complete one.
     """
     check_run_dir(run_dir)
     if step == "latest":
         info = checkpoint.latest(run_dir)
         if info is None:
-            raise CheckpointError(f"{storage.display(run_dir)} holds no whole checkpoint")
+            raise CheckpointError(f"{storage.display(run_dir)} holds no complete checkpoint")
         return info
     if not step.isdecimal():
         raise ConfigError(f"step {step!r} is neither a number nor latest")
@@ -64,7 +64,7 @@ def find_checkpoint(run_dir: str, step: str) -> CheckpointInfo:
     if f"step_{int(step)}" not in names:
         steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())
         near = f"; the nearest is {min(steps, key=lambda s: abs(s - int(step)))}" if steps else ""
-        raise CheckpointError(f"{storage.display(run_dir)} has no checkpoint of step {step}{near}"
+        raise ConfigError(f"{storage.display(run_dir)} has no checkpoint of step {step}{near}"
                               + (f" (there are {', '.join(map(str, steps))})" if len(steps) > 1 else ""))
     return checkpoint.open_checkpoint(checkpoint.step_dir(run_dir, int(step)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.errors import ConfigError, Problems, counted
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import (
     CFG_FAMILIES,
@@ -50,41 +50,52 @@ def check(config: Config) -> Inputs:
     Raises:
         ConfigError: names every input that is wrong and the nearest right one.
     """
-    if not config.rewards:
-        raise ConfigError("rewards is empty: name at least one, for example `rewards: {ocr: {weight: 1.0}}`")
-    if problems := [f"rewards.{name}.weight is {reward.weight:g}; the largest right magnitude is {LARGEST_WEIGHT:g}"
-                    for name, reward in config.rewards.items() if not abs(reward.weight) <= LARGEST_WEIGHT]:
-        raise ConfigError("\n".join(problems))
-    problems = [f"rewards.{name}.options: {text}" for name, reward in config.rewards.items()
-                if known_class(name, reward) for text in option_problems(reward.spec(name), reward.options)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if problems := [text for name, reward in config.rewards.items() for text in _misfits(name, reward, config)]:
-        raise ConfigError("\n".join(problems))
-    source, d = check_model(config.model), config.data
-    for name, reward in config.rewards.items():
-        if reward.every_steps > config.run.steps and not d.eval_prompts:
-            log.warning("rewards.%s.every_steps is %d, and the run has %d steps and no evaluation: it is never asked", name,
-                        reward.every_steps, config.run.steps)
+    _check_rewards(config)  # first: prompts are checked for the rewards
+    problems, d = Problems(), config.data
+    source = reader = rule = None
+    with problems.collected():
+        source = check_model(config.model)
+        rule, reader = _size_rule(source, config), PromptReader(source, config.model)
+        if config.lora.targets is not None or config.lora.init_from is not None:
+            check_adapter(source, config.model, config.lora)
+    train: list[PromptRecord] = []
+    with problems.collected():
+        train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
+    evaluation = train if d.eval_prompts == d.train_prompts else []
+    if d.eval_prompts and d.eval_prompts != d.train_prompts:
+        with problems.collected():
+            evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
+    problems.raise_found()
     _warn_of_rounding(source, config)
-    rule, reader = _size_rule(source, config), PromptReader(source, config.model)
-    if config.lora.targets is not None or config.lora.init_from is not None:
-        check_adapter(source, config.model, config.lora)
-    train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
-    evaluation = []
-    if d.eval_prompts == d.train_prompts:
-        evaluation = train
-    elif d.eval_prompts:
-        evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
     _tell_of_ignored_negatives(config, source.family, train if evaluation is train else train + evaluation)
     return Inputs(train, evaluation, source.family)
+
+
+def _check_rewards(config: Config) -> None:
+    """Raise ConfigError for rewards whose weights, options or pools cannot be used; log what is odd."""
+    if not config.rewards:
+        raise ConfigError("rewards is empty: name at least one, for example `rewards: {ocr: {weight: 1.0}}`")
+    problems = Problems()
+    for name, reward in config.rewards.items():
+        with problems.collected():
+            if not abs(reward.weight) <= LARGEST_WEIGHT:
+                raise ConfigError(f"rewards.{name}.weight is {reward.weight:g}; the largest right magnitude is "
+                                  f"{LARGEST_WEIGHT:g}")
+            wrong = option_problems(reward.spec(name), reward.options) if known_class(name, reward) else []
+            if texts := [f"rewards.{name}.options: {text}" for text in wrong] or _misfits(name, reward, config):
+                raise ConfigError("\n".join(texts))
+    problems.raise_found()
+    for name, reward in config.rewards.items():
+        if reward.every_steps > config.run.steps and not config.data.eval_prompts:
+            log.warning("rewards.%s.every_steps is %d, and the run has %s and no evaluation: it is never asked", name,
+                        reward.every_steps, counted(config.run.steps, "step"))
 
 
 def _tell_of_ignored_negatives(config: Config, family: str, records: list[PromptRecord]) -> None:
     scales = {config.sampling.guidance_scale, evaluation_guidance(config)}
     own = sum(record.negative_prompt is not None for record in records)
     given = ["data.negative_prompt"] * bool(config.data.negative_prompt)
-    given += [f"the negative_prompt of {own} records"] * bool(own)
+    given += [f"the negative_prompt of {counted(own, 'record')}"] * bool(own)
     if given and not any(uses_cfg(family, scale) for scale in scales):
         why = ("guidance_scale is not above 1" if family in CFG_FAMILIES else
                f"a model of the family {family} takes guidance as an input")
@@ -163,13 +174,16 @@ def _warn_of_waits(name: str, reward: RewardConfig, cls: type[Reward], config: C
 
 
 def _prompts(
-    config: Config, key: str, uri: str, rule: tuple[int, int | None], reader: PromptReader,
+    config: Config, key: str, uri: str, rule: tuple[int, int | None] | None, reader: PromptReader | None,
 ) -> list[PromptRecord]:
+    """The records of a prompt file, checked; without `rule` and `reader` (the model is wrong) only for the rewards."""
     try:
         records = load_prompts(uri)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
     _check_prompts(config, key, uri, records)
+    if rule is None or reader is None:
+        return records
     _check_sizes(config, key, records, rule)
     check_lengths(key, storage.display(uri), records, reader, _needed_spans(config),
                   reject=config.data.on_long_prompt == "error")
@@ -194,8 +208,8 @@ def _check_prompts(config: Config, key: str, uri: str, records: list[PromptRecor
         if bad:
             lines = [f"  line {record.line}: {record.prompt!r}: {why}" for record, why in bad[:SHOWN]]
             rest = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-            raise ConfigError(f"{key}: {len(bad)} of {len(records)} prompts in {uri} cannot be scored by reward {name}:\n"
-                              + "\n".join(lines) + rest)
+            raise ConfigError(f"{key}: {len(bad)} of {counted(len(records), 'prompt')} in {uri} cannot be scored by "
+                              f"reward {name}:\n" + "\n".join(lines) + rest)
 
 
 def _size_rule(source: ModelSource, config: Config) -> tuple[int, int | None]:

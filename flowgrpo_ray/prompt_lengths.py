@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.errors import ConfigError, counted
 from flowgrpo_ray.policies.text import PromptReader, Seen
 from flowgrpo_ray.prompts import PromptRecord
 
@@ -40,15 +40,16 @@ def check_lengths(
         lost = [record.line for record, end in cut if (part := span(record)) is not None and part[1] > end]
         if lost:
             raise ConfigError(
-                f"{key}: the text that reward {reward} looks for is cut off in {len(lost)} of {len(records)} "
-                f"prompts in {uri} ({reader.described()}): line{'s' if len(lost) > 1 else ''} {ranges(lost)}; "
+                f"{key}: the text that reward {reward} looks for is cut off in {len(lost)} of "
+                f"{counted(len(records), 'prompt')} in {uri} ({reader.described()}): "
+                f"line{'s' if len(lost) > 1 else ''} {ranges(lost)}; "
                 f"shorten these prompts, or put the text first{_advice(reader)}")
     lines = [f"  line {record.line}: ...{record.prompt[max(0, end - CONTEXT):end]!r} is read, "
              f"{record.prompt[end:end + CONTEXT]!r}... is not" for record, end in cut[:SHOWN]]
     if len(cut) > SHOWN:
         lines.append(f"  and {len(cut) - SHOWN} more")
     lines += [f"  lines {ranges(same)} are one prompt to the model" for same in _equal(records, seen)]
-    text = (f"{key}: the model does not read the end of {len(cut)} of {len(records)} prompts in {uri} "
+    text = (f"{key}: the model does not read the end of {len(cut)} of {counted(len(records), 'prompt')} in {uri} "
             f"({reader.described()}):\n" + "\n".join(lines))
     if reject:
         raise ConfigError(f"{text}\nshorten them, or set data.on_long_prompt: warn{_advice(reader)}")

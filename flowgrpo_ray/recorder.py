@@ -16,7 +16,7 @@ from flowgrpo_ray import checkpoint, paths, resume, storage
 from flowgrpo_ray.checkpoint import CheckpointInfo, FileEntry
 from flowgrpo_ray.claim import Claim
 from flowgrpo_ray.config import Config, to_yaml
-from flowgrpo_ray.errors import CheckpointError
+from flowgrpo_ray.errors import CheckpointError, ResumeError
 from flowgrpo_ray.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.plan import StepPlan, initial_seeds
 from flowgrpo_ray.provenance import stamp
@@ -38,7 +38,7 @@ class Recorder:
         run_dir: URI of the run's folder.
         run_id: names the run on the wire and in its checkpoints; kept over resumes.
         start_id: names the run and this start of its driver: what two drivers must not share, such as names of actors.
-        resume_from: the checkpoint to go on from, or None.
+        resume_from: the checkpoint to resume from, or None.
         notes: what a person should know of the resume, a sentence each.
 
     Args:
@@ -46,8 +46,9 @@ class Recorder:
 
     Raises:
         ConfigError: the folder is, or lies in, a file; or it is a relative path in a Ray job.
-        CheckpointError: the folder holds another run, a run with other settings or inputs (see `resume.check`), or one that
-            another process of this machine is writing.
+        ResumeError: the run has other settings or inputs (see `resume.check`), `run.resume` forbids it, or another process
+            of this machine is writing it.
+        CheckpointError: its checkpoints are damaged, or another run's.
         FlowGrpoError: rows of the run are damaged.
     """
 
@@ -132,8 +133,8 @@ class Recorder:
         if storage.size(uri) is None:
             return None, []
         if self.config.run.resume == "never":
-            raise CheckpointError(f"{storage.display(self.run_dir)} already holds a run, and run.resume is never; choose "
-                                  "another run.name, or run.resume=auto to go on with it")
+            raise ResumeError(f"{storage.display(self.run_dir)} already holds a run, and run.resume is never; choose "
+                                  "another run.name, or run.resume=auto to resume it")
         try:
             run = json.loads(storage.read_bytes(uri))
             self._starts = list(run.get("starts", []))
@@ -144,7 +145,7 @@ class Recorder:
     def _checkpoint(self, known: str | None, has_rows: bool) -> CheckpointInfo | None:
         info = checkpoint.latest(self.run_dir, known) if known else None
         if info is None and self.config.run.resume == "must":
-            raise CheckpointError(f"run.resume is must, and {storage.display(self.run_dir)} holds no whole checkpoint")
+            raise ResumeError(f"run.resume is must, and {storage.display(self.run_dir)} holds no complete checkpoint")
         if info is None and known:
             self._refuse_damaged(known)
             if has_rows:  # without, it ended before its first step did

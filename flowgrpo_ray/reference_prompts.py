@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flowgrpo_ray import storage
-from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.errors import ConfigError, counted
 from flowgrpo_ray.prompts import PromptRecord, load_prompts
 
 SPLITS = ("train", "test")
@@ -49,7 +49,8 @@ def convert(folder: str, out: str) -> Iterator[str]:
             storage.write_bytes(target, text.encode())
             seen[split] = {record.prompt for record in kept}
             repeated = len(kept) - len(seen[split])
-            yield f"{storage.display(target)}: {len(kept)} prompts" + (f", {repeated} of them repeated" if repeated else "")
+            again = f", {repeated} of them repeated" if repeated else ""
+            yield f"{storage.display(target)}: {counted(len(kept), 'prompt')}{again}"
             if problems:
                 lines = ", ".join(str(line) for line in list(problems)[:_LINES_SHOWN])
                 more = ", …" if len(problems) > _LINES_SHOWN else ""

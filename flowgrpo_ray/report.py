@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flowgrpo_ray import charts, grids, page, panels, storage, watch
+from flowgrpo_ray.errors import counted
 from flowgrpo_ray.live import duration
 from flowgrpo_ray.metrics import METRICS, Row, find
 from flowgrpo_ray.page import number, sentence, signed
@@ -194,7 +195,8 @@ def tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
                             f"{signed(values[-1] - values[0])} since step {int(steps[0])}"))
     speed = charts.series(rows, "images_per_s")[1][-10:]
     if speed:
-        out.append(Tile("Images per second", number(sum(speed) / len(speed)), f"mean of the last {len(speed)} steps"))
+        out.append(Tile("Images per second", number(sum(speed) / len(speed)),
+                        f"mean of the last {counted(len(speed), 'step')}"))
     images = charts.series(rows, "images")[1]
     if images:
         out.append(Tile("Images sampled", f"{int(sum(images)):,}"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo_ray import storage, yaml12
 from flowgrpo_ray.checkpoint import CheckpointInfo
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import CheckpointError, ConfigError, nearest
+from flowgrpo_ray.errors import CheckpointError, ConfigError, ResumeError, nearest
 from flowgrpo_ray.sections import RESULT
 from flowgrpo_ray.settings import Change, changes, flat
 
@@ -44,7 +44,7 @@ def check(info: CheckpointInfo, config: Config, identities: Mapping[str, Identit
     directory's config.yaml is compared, names of inputs included.
 
     Raises:
-        CheckpointError: they differ; names each key, both values, and the ways out.
+        ResumeError: they differ; names each key, both values, and the ways out.
         ConfigError: `run.accept_changes` names no setting.
     """
     _check_accepted_keys(config)
@@ -59,18 +59,18 @@ def check(info: CheckpointInfo, config: Config, identities: Mapping[str, Identit
     if saved is None:
         if info.result_hash == config.result_hash(identities):
             return Resume((), tuple(notes))
-        raise CheckpointError(f"{where} was made with other settings, and {storage.display(info.run_dir)} has no config.yaml "
+        raise ResumeError(f"{where} was made with other settings, and {storage.display(info.run_dir)} has no config.yaml "
                               "that shows them; choose another run.name")
     by_contents = compared | ({"model.revision"} if "model.path" in compared else set())
     found = _changes(saved, config, frozenset(by_contents))
     rejected = [change for change in found if not _accepted(change.key, config.run.accept_changes)]
     if rejected:
-        raise CheckpointError(f"{where} was made with other settings (saved -> now):\n  " + "\n  ".join(map(str, rejected))
+        raise ResumeError(f"{where} was made with other settings (saved -> now):\n  " + "\n  ".join(map(str, rejected))
                               + f"\n{_ways_out(info, rejected)}")
     different = [change for key in sorted(compared) if (change := _compare(key, known[key], identities[key]))]
     if different and not config.run.accept_changed_inputs:
         names = {change.key: config.settings()[change.key].value for change in different}
-        raise CheckpointError(
+        raise ResumeError(
             f"{where} was made with other contents of\n  " + "\n  ".join(
                 f"{change.key} ({names[change.key]}): {change.old} -> {change.new}" for change in different)
             + "\nRestore them, choose another run.name, or accept them: run.accept_changed_inputs=true")
@@ -78,11 +78,11 @@ def check(info: CheckpointInfo, config: Config, identities: Mapping[str, Identit
 
 
 def refuse_other_settings(run_dir: str, config: Config) -> None:
-    """Raise CheckpointError if the run directory's config.yaml has other settings: for a run without a checkpoint."""
+    """Raise ResumeError if the run directory's config.yaml has other settings: for a run without a checkpoint."""
     uri = storage.join(run_dir, "config.yaml")
     saved = _read_config(uri) if storage.size(uri) is not None else {}
     if found := _changes(saved, config):
-        raise CheckpointError(f"{storage.display(run_dir)} holds a run with other settings and no checkpoint of it "
+        raise ResumeError(f"{storage.display(run_dir)} holds a run with other settings and no checkpoint of it "
                               "(saved -> now):\n  " + "\n  ".join(map(str, found)) + "\nchoose another run.name")
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from flowgrpo_ray import storage
-from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.errors import FlowGrpoError, counted
 
 _CAPTIONED_WIDTH = 120  # pixels that the widest captioned image has at least
 _GAP, _LINE = 4, 14  # pixels between the images of a grid, and of a caption's line
@@ -66,7 +66,8 @@ class SampleWriter:
         odd = [name for name, values in {**rewards, "advantages": advantages, "total": total, "seeds": seeds}.items()
                if len(values) != k]
         if odd:
-            raise FlowGrpoError(f"samples: group {group} of step {step} has {k} samples, but {odd} have another length")
+            raise FlowGrpoError(f"samples: group {group} of step {step} has {counted(k, 'sample')}, "
+                                f"but {odd} have another length")
         if self._steps and step > self._steps[-1] and len(set(self._steps)) >= self.flush_every:
             self.flush()
         columns = {

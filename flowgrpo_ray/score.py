@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_ray import signals
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, message_of, nearest, place_of
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted, message_of, nearest, place_of
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import Reward
 from flowgrpo_ray.rewards.base import batch_size_of, no_exit, read_only, renamed, validated
@@ -73,8 +73,9 @@ def find_images(folder: str | Path, records: Sequence[PromptRecord]) -> list[Ima
     if len(records) == 1:
         return [ImageFile(path, 0, records[0]) for path in files]
     if len(files) != len(records):
-        raise ConfigError(f"{folder} holds {len(files)} images, and there are {len(records)} prompts; give a prompt per image "
-                          "in the order of the file names, a single prompt, or names such as 03_01.png (prompt 3, image 1)")
+        raise ConfigError(f"{folder} holds {counted(len(files), 'image')} for {counted(len(records), 'prompt')}; give a "
+                          "prompt per image in the order of the file names, a single prompt, or names such as 03_01.png "
+                          "(prompt 3, image 1)")
     return [ImageFile(path, number, record) for number, (path, record) in enumerate(zip(files, records, strict=True))]
 
 

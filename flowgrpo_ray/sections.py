@@ -45,7 +45,7 @@ class RunConfig(Section):
         "runs", description="Folder or pyarrow.fs URI (s3://, gs://), the same on every node; a run gets a folder of its name")
     steps: Positive = Field(100, description="Training steps in all, those before a resume included")
     resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: go on from the newest checkpoint if there is one; must: fail without one; never: "
+        "auto", description="auto: resume from the newest checkpoint if there is one; must: fail without one; never: "
         "refuse a folder that already holds a run")
     storage_timeout_s: float = Field(
         60.0, gt=0,

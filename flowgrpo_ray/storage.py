@@ -242,7 +242,7 @@ def _best_effort(what: str, path: Path, level: int) -> Iterator[None]:
 def _say_once(what: str, path: Path, error: OSError, level: int) -> None:
     if what not in _said:
         _said.add(what)
-        log.log(level, "the file system of %s cannot %s: %s; the run goes on without", path.parent, what,
+        log.log(level, "the file system of %s cannot %s: %s; the run continues without", path.parent, what,
                 error.strerror or error)
 
 

@@ -185,7 +185,7 @@ class TensorBoardLogger:
     """Event files in `tensorboard/` of a run directory.
 
     An object store cannot append, so events of such a run are spooled in a local folder and uploaded by `flush`, which
-    a checkpoint calls. `resume_step` is the step that a resumed run goes on from: TensorBoard then hides what an
+    a checkpoint calls. `resume_step` is the step that a resumed run starts from: TensorBoard then hides what an
     earlier life of the run logged beyond it.
     """
 

@@ -56,6 +56,9 @@ class Watcher:
     def row(self, row: Row) -> None:
         self.rows.append(row)
 
+    def resumes(self, step: int) -> None:
+        self.said.append(f"resuming from step {step}")
+
     def say(self, text: str) -> None:
         self.said.append(text)
 

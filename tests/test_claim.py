@@ -14,7 +14,7 @@ import pytest
 from runs import small_config
 
 from flowgrpo_ray import claim
-from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
+from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, ResumeError
 from flowgrpo_ray.metrics import read_metrics
 from flowgrpo_ray.recorder import Recorder
 
@@ -43,7 +43,7 @@ def test_a_second_driver_is_refused_while_the_first_lives(tmp_path, other_proces
     first = Recorder(config)
     first.open()
     held_by(first.run_dir, other_process.pid)
-    with pytest.raises(CheckpointError, match=f"written by process {other_process.pid}.*another run.name"):
+    with pytest.raises(ResumeError, match=f"written by process {other_process.pid}.*another run.name"):
         Recorder(config)
     other_process.kill()
     other_process.wait()
@@ -56,7 +56,7 @@ def test_neither_host_name_nor_clock_makes_a_living_driver_look_dead(tmp_path, o
     held_by(first.run_dir, other_process.pid)
     monkeypatch.setattr("socket.gethostname", lambda: "renamed")
     monkeypatch.setattr("time.time", lambda now=time.time: now() + 1e6)
-    with pytest.raises(CheckpointError, match=f"written by process {other_process.pid} of this machine"):
+    with pytest.raises(ResumeError, match=f"written by process {other_process.pid} of this machine"):
         Recorder(config)
 
 
@@ -74,7 +74,7 @@ def test_a_driver_elsewhere_that_shows_a_sign_of_life_keeps_the_run(tmp_path, el
     older.open()
     newer = Recorder(config)
     older._claim.beat(1)
-    with pytest.raises(CheckpointError, match="is being written by process .*, which is alive"):
+    with pytest.raises(ResumeError, match="is being written by process .*, which is alive"):
         newer.open()
     newer.close()
     older.flush()
@@ -121,7 +121,7 @@ def test_of_two_that_start_together_one_is_refused(tmp_path, other_process):
     config = small_config(tmp_path, "twin")
     first = Recorder(config)
     held_by(first.run_dir, other_process.pid)
-    with pytest.raises(CheckpointError, match=f"written by process {other_process.pid}"):
+    with pytest.raises(ResumeError, match=f"written by process {other_process.pid}"):
         Recorder(config)
     other_process.kill()
     other_process.wait()
@@ -224,7 +224,7 @@ class Store:
                     if beats:
                         held.beat(count)
                     held.check()
-            except CheckpointError:
+            except (CheckpointError, ResumeError):
                 held.release()
                 return None
             return held
@@ -275,7 +275,7 @@ def test_of_a_holder_and_a_newcomer_exactly_one_lives_in_every_order(fails, monk
         holder[0].beat(1)
         try:
             holder[0].check()
-        except CheckpointError:
+        except (CheckpointError, ResumeError):
             holder[0].release()
             return None
         return holder[0]

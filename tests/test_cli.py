@@ -188,13 +188,14 @@ def test_train_ends_with_what_was_reached_and_where_it_is(trained):
 def test_the_same_command_again_says_that_all_is_done(trained):
     _, config, run_dir, _, _ = trained
     text = cli("train", config).output
-    assert "all 2 steps of this run are done" in text and str(run_dir / "report.html") in text
+    assert "this run is done: 2 steps" in text and str(run_dir / "report.html") in text
 
 
 def test_another_configuration_under_the_same_name_is_refused(trained):
     _, config, run_dir, _, _ = trained
-    result = cli("train", config, "train.seed=1", code=1)
+    result = cli("train", config, "train.seed=1", code=2)
     assert "train.seed: 42 -> 1" in result.stderr and "Traceback" not in result.output
+    assert "run.resume is never" in cli("train", config, "run.resume=never", code=2).stderr
 
 
 def test_report_is_written_again(trained):
@@ -223,8 +224,8 @@ def test_a_configuration_in_a_run_folder_means_that_run(trained, tmp_path, monke
     shutil.copytree(trained[2], moved)
     monkeypatch.chdir(tmp_path)  # a relative run.dir would be another place from here
     result = cli("train", moved / "config.yaml", "run.steps=2")
-    assert "all 2 steps of this run are done" in result.output and str(moved) in result.output
-    result = cli("eval", "moved/config.yaml", "--checkpoint", "7", code=1)
+    assert "this run is done: 2 steps" in result.output and str(moved) in result.output
+    result = cli("eval", "moved/config.yaml", "--checkpoint", "7", code=2)
     assert "no checkpoint of step 7; the nearest is 2" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moved"]
 
@@ -360,7 +361,7 @@ def test_a_configuration_comes_through_a_pipe():
 
 
 def test_export_names_the_nearest_checkpoint(trained, tmp_path):
-    result = cli("export", trained[2], "--step", "9", "--out", tmp_path, code=1)
+    result = cli("export", trained[2], "--step", "9", "--out", tmp_path, code=2)
     assert "no checkpoint of step 9; the nearest is 2 (there are 1, 2)" in result.stderr
     result = cli("export", trained[2], "--step", "last", "--out", tmp_path, code=2)
     assert "neither a number nor latest" in result.stderr
@@ -374,7 +375,7 @@ def test_a_truncated_checkpoint_is_refused(trained, tmp_path):
         file.write_bytes(file.read_bytes()[:-10])
     result = cli("export", run_dir, "--step", "2", "--out", tmp_path / "out", code=1)
     assert "adapter/pytorch_lora_weights.safetensors is truncated" in result.stderr
-    assert "holds no whole checkpoint" in cli("export", run_dir, "--out", tmp_path / "out", code=1).stderr
+    assert "holds no complete checkpoint" in cli("export", run_dir, "--out", tmp_path / "out", code=1).stderr
     assert not (tmp_path / "out").exists() and "Traceback" not in result.output
 
 

@@ -86,8 +86,8 @@ def test_ray_killed_is_named_and_a_closed_output_ends_nothing(tmp_path):
     raylet.kill()
     err = process.stderr.read()
     assert process.wait(timeout=120) == 1, err
-    assert "standard output was closed by its reader; the run goes on without it" in err
-    assert "error: Ray's process raylet" in err and "the same command goes on from the newest checkpoint" in err.lower()
+    assert "standard output was closed by its reader; the run continues without it" in err
+    assert "error: Ray's process raylet" in err and "the same command resumes from the newest checkpoint" in err.lower()
     assert "Traceback" not in err
 
 

@@ -76,6 +76,18 @@ def test_live_view_shows_numbers_actors_events_and_warnings():
         assert part in text, part
 
 
+def test_a_resumed_run_is_shown_from_its_step_on():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    with LiveView(small(["run.steps=5"]), console) as view:
+        view.resumes(3)
+        above = out.getvalue()
+        out.truncate(0)
+        view._live.refresh()
+        text = out.getvalue()
+    assert "resuming from step 3" in above and "step 3/5" in text
+
+
 def test_log_records_are_printed_above_the_live_view():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)

@@ -18,6 +18,7 @@ from runs import small_config
 from tiny_pipelines import build
 
 from flowgrpo_ray import tiny
+from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.rewards import RewardError
@@ -50,6 +51,17 @@ def test_an_adapter_that_does_not_fit(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         check(small_config(tmp_path, "x", overrides=overrides))
     assert check(small_config(tmp_path, "y", overrides={"lora.init_from": own, "lora.rank": None})).train
+
+
+def test_all_that_is_wrong_is_reported_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        check(small_config(tmp_path, "x", overrides={
+            "data.train_prompts": str(tmp_path / "none.txt"), "data.eval_prompts": str(tmp_path / "other.txt"),
+            "lora.targets": ["attn.to_qq"]}))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["lora.targets", "data.train_prompts", "data.eval_prompts"]
+    with pytest.raises(ConfigError, match=r"(?s)rewards.ocr.options: .*widht.*\nrewards.heavy.weight is 1e\+09"):
+        check(load(None, ["rewards={ocr: {options: {widht: 1}}, heavy: {type: ocr, weight: 1e9}}"]))
 
 
 GUARD = {"loss.ratio_norm": True, "loss.clip_low": 2e-6, "loss.clip_high": 2e-6, "sampling.guidance_scale": 4.5,
@@ -210,7 +222,7 @@ def test_model_files_that_are_missing_or_damaged(tmp_path, damage, message):
     ("flux_dev", {"data.negative_prompt": "blurry", "sampling.guidance_scale": 3.5},
      "data.negative_prompt: ignored, as a model of the family flux takes guidance as an input: there is no CFG pass"),
     ("sd3_no_t5", {"data.train_prompts": "{own}"},
-     "the negative_prompt of 1 records: ignored, as guidance_scale is not above 1"),
+     "the negative_prompt of 1 record: ignored, as guidance_scale is not above 1"),
     ("sd3_no_t5", {"data.negative_prompt": "blurry", "eval.guidance_scale": 4.5}, None),
     ("flux_dev", {"sampling.guidance_scale": 3.5}, None),
 ])

@@ -8,7 +8,7 @@ import pytest
 
 from flowgrpo_ray import checkpoint, resume, storage
 from flowgrpo_ray.config import Config, from_tree, load, to_yaml
-from flowgrpo_ray.errors import CheckpointError, ConfigError
+from flowgrpo_ray.errors import ConfigError, ResumeError
 from flowgrpo_ray.recorder import Recorder
 from flowgrpo_ray.sections import EVALUATION, INFRASTRUCTURE, RESULT
 
@@ -52,7 +52,7 @@ def test_what_decides_no_result_may_change(saved, override):
     ("rewards={jpeg_compressibility: {}, ocr: {weight: 0}}", "rewards.ocr: weight 1 -> absent")])
 def test_what_decides_the_result_is_named_with_the_ways_out_and_can_be_accepted(saved, override, line):
     info = saved()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ResumeError) as caught:
         resume.check(info, now(override), INPUTS)
     text, key = str(caught.value), line.partition(":")[0]
     assert f"\n  {line}" in text and key in text.partition("run.accept_changes=[")[2].partition("]")[0]
@@ -63,7 +63,7 @@ def test_what_decides_the_result_is_named_with_the_ways_out_and_can_be_accepted(
 
 
 def test_a_change_that_is_not_named_stays_rejected(saved):
-    with pytest.raises(CheckpointError, match="train.seed: 42 -> 1") as caught:
+    with pytest.raises(ResumeError, match="train.seed: 42 -> 1") as caught:
         resume.check(saved(), now("train.seed=1", "loss.beta=1", "run.accept_changes=[loss]"), INPUTS)
     assert "loss.beta" not in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_a_key_to_accept_that_is_none_is_an_error(saved):
 def test_other_contents_are_rejected_by_name_and_can_be_accepted(saved):
     info = saved()
     other = {"data.train_prompts": {"": "sha256:dddd"}, "model.path": {**INPUTS["model.path"], "x.json": "sha256:e"}}
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ResumeError) as caught:
         resume.check(info, now(), other)
     text = str(caught.value)
     assert "data.train_prompts (builtin:tiny/train.txt): aaaa -> dddd" in text
@@ -92,7 +92,7 @@ def test_a_file_may_lie_elsewhere(saved):
 
 
 def test_an_input_that_is_new_or_gone_is_a_changed_setting(saved):
-    with pytest.raises(CheckpointError, match="lora.init_from: None -> \"/x\""):
+    with pytest.raises(ResumeError, match="lora.init_from: None -> \"/x\""):
         resume.check(saved(), now("lora.init_from=/x"), INPUTS | {"lora.init_from": {"": "sha256:f"}})
 
 
@@ -100,9 +100,9 @@ def test_a_checkpoint_of_an_earlier_version_resumes_and_says_what_cannot_be_chec
     info = saved("data.train_prompts=/a/train.txt", state={"totals": {}})
     found = resume.check(info, now("data.train_prompts=/a/train.txt"), INPUTS)
     assert not found.accepted and len(found.notes) == 1 and "no digests" in found.notes[0]
-    with pytest.raises(CheckpointError, match="data.train_prompts: \"/a/train.txt\" -> \"/b/train.txt\""):
+    with pytest.raises(ResumeError, match="data.train_prompts: \"/a/train.txt\" -> \"/b/train.txt\""):
         resume.check(info, now("data.train_prompts=/b/train.txt"), INPUTS)
-    with pytest.raises(CheckpointError, match="train.seed"):
+    with pytest.raises(ResumeError, match="train.seed"):
         resume.check(info, now("data.train_prompts=/a/train.txt", "train.seed=3"), INPUTS)
 
 
@@ -112,7 +112,7 @@ def test_an_earlier_version_saved_relative_paths(saved, tmp_path):
     tree["data"]["train_prompts"] = "./prompts/train.txt"
     storage.write_bytes(f"{tmp_path}/r/config.yaml", json.dumps(tree).encode())
     assert not resume.check(info, now("data.train_prompts=/a/prompts/train.txt"), INPUTS).accepted
-    with pytest.raises(CheckpointError, match="data.train_prompts"):
+    with pytest.raises(ResumeError, match="data.train_prompts"):
         resume.check(info, now("data.train_prompts=/a/prompts/other.txt"), INPUTS)
 
 
@@ -122,7 +122,7 @@ def test_settings_that_a_checkpoint_does_not_know_have_their_defaults(saved):
     del tree["train"]["weight_decay"], tree["eval"]
     tree["train"]["old_option"] = 1
     info = saved(state={"config": json.dumps(tree), "inputs": INPUTS})
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ResumeError) as caught:
         resume.check(info, config, INPUTS)
     assert "train.old_option: 1 -> absent" in str(caught.value) and "weight_decay" not in str(caught.value)
 
@@ -156,7 +156,7 @@ def test_a_run_records_what_it_accepted_and_accepts_it_once(saved, tmp_path):
     assert run["accepted_changes"] == [{"step": 2, "key": "train.learning_rate", "old": "0.0003", "new": "0.1"}]
     again = load(tmp_path / "r" / "config.yaml")
     assert again.train.learning_rate == 0.1 and again.run.accept_changes == []
-    with pytest.raises(CheckpointError, match="train.learning_rate: 0.0003 -> 0.1"):
+    with pytest.raises(ResumeError, match="train.learning_rate: 0.0003 -> 0.1"):
         Recorder(again, INPUTS)  # the checkpoint is still of before
     back = recorder()
     back.open()

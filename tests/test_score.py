@@ -111,7 +111,7 @@ def test_a_reward_that_fails_everywhere_keeps_its_column(tmp_path, name, error):
      "reward video_ocr scores videos; this command takes images; did you mean ocr"),
     (["{folder}", "--reward", JPEG], "which prompts belong to the images?"),
     (["{folder}s", "--reward", JPEG, "--prompt", "x"], "no folder at .*did you mean"),
-    (["{folder}", "--reward", JPEG, "--prompt", "x", "--prompt", "y"], "3 images, and there are 2 prompts"),
+    (["{folder}", "--reward", JPEG, "--prompt", "x", "--prompt", "y"], "3 images for 2 prompts"),
     (["{folder}", "--reward", JPEG, "--prompt", "x", "--out", "s.parkuet"], "did you mean .parquet"),
     (["{folder}", "--reward", JPEG, "--prompt", "x", "--option", "size=1"], "has no option 'size'"),
     (["{folder}", "--reward", JPEG, "--reward", "ocr", "--prompt", "x", "--option", "mode=full"],

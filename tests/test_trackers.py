@@ -39,6 +39,22 @@ def png(color: str) -> bytes:
     return sink.getvalue()
 
 
+def test_a_missing_tracker_is_reported_together_with_other_mistakes(tmp_path, monkeypatch):
+    import importlib.util
+
+    from runs import Watcher, small_config
+
+    from actors.run import train
+
+    config = small_config(tmp_path, "x", overrides={"data.train_prompts": "/no/such/prompts.txt"})
+    config.logging.tensorboard = True
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        train(config, Watcher())
+    assert [line.split(":")[0].split(" ")[0] for line in str(caught.value).splitlines()] == [
+        "data.train_prompts", "logging.tensorboard"]
+
+
 def test_tensorboard_goes_on_after_a_resume(run_dir, tmp_path):
     def files() -> list[str]:
         return storage.list_dir(storage.join(run_dir, "tensorboard"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_ray import waiting
-from flowgrpo_ray.errors import ConfigError, DeadlineError, described
+from flowgrpo_ray.errors import ConfigError, DeadlineError, counted, described
 from flowgrpo_ray.policies.source import LONGEST_SEQUENCE, ModelSource, component_config
 from flowgrpo_ray.sections import ModelConfig
 
@@ -88,7 +88,7 @@ class PromptReader:
     def described(self) -> str:
         """The limits, for people: "CLIP reads 77 tokens, T5 256"."""
         parts = [f"{encoder.name} {limit}" for encoder, limit in zip(self.encoders, self.limits, strict=True)]
-        return ", ".join([f"{self.encoders[0].name} reads {self.limits[0]} tokens", *parts[1:]])
+        return ", ".join([f"{self.encoders[0].name} reads {counted(self.limits[0], 'token')}", *parts[1:]])
 
     def read(self, prompts: Sequence[str]) -> list[Seen]:
         """What is read of each prompt.

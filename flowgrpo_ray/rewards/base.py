@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, described, nearest, place_of
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted, described, nearest, place_of
 from flowgrpo_ray.signals import by_signal
 
 if TYPE_CHECKING:
@@ -312,7 +312,8 @@ def check_batch(
         got = f"{images.dtype} {list(images.shape)}" if isinstance(images, np.ndarray) else type(images).__name__
         raise RewardError(f"images must be a uint8 array {shape} in RGB, not {got}")
     if not len(images) == len(prompts) == len(metadata):
-        raise RewardError(f"{len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata do not pair up")
+        raise RewardError(f"{counted(len(images), 'image')}, {counted(len(prompts), 'prompt')} and {len(metadata)} metadata "
+                          "do not pair up")
     return len(images)
 
 
@@ -352,7 +353,7 @@ def validated(
         array = array.astype(np.float64)
         wrong = np.flatnonzero(~np.isfinite(array))
         if wrong.size:
-            raise RewardError(f"reward {name}: {key!r} is {array[wrong[0]]} at {wrong[:10].tolist()} of {n} images")
+            raise RewardError(f"reward {name}: {key!r} is {array[wrong[0]]} at {wrong[:10].tolist()} of {counted(n, 'image')}")
         if (np.abs(array) > LARGEST).any():
             found = array[np.abs(array).argmax()]
             raise RewardError(f"reward {name}: {key!r} is {found:g}, which is no score (beyond {LARGEST:g})")
@@ -368,7 +369,7 @@ def _refuse_masked(values: Any, key: str, n: int, name: str) -> None:
     masks = [np.ma.getmaskarray(part).ravel() for part in parts if isinstance(part, np.ma.MaskedArray)]
     if count := sum(int(mask.sum()) for mask in masks):
         at = f" at {np.flatnonzero(masks[0])[:10].tolist()}" if parts[0] is values else ""
-        raise RewardError(f"reward {name}: {key!r} is masked{at}, so {count} of {n} images have no score")
+        raise RewardError(f"reward {name}: {key!r} is masked{at}, so {count} of {counted(n, 'image')} have no score")
 
 
 def range_problem(bounds: Any) -> str | None:
@@ -391,7 +392,7 @@ def check_range(values: np.ndarray, name: str, bounds: tuple[float, float]) -> N
     wrong = _outside(values, bounds)
     if wrong.size:
         raise RewardError(f"reward {name}: {values[wrong[0]]:g} is outside {low:g} to {high:g}, so it is no score (a sentinel "
-                          f"for 'not applicable'?), at {wrong[:10].tolist()} of {len(values)} images")
+                          f"for 'not applicable'?), at {wrong[:10].tolist()} of {counted(len(values), 'image')}")
 
 
 def renamed(scores: Mapping[str, np.ndarray], kind: str, name: str) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flowgrpo_ray.errors import FlowGrpoError, described, first_line
+from flowgrpo_ray.errors import FlowGrpoError, counted, described, first_line
 from flowgrpo_ray.rewards import ocr_models
 from flowgrpo_ray.rewards.base import (
     GroupIds,
@@ -23,6 +23,7 @@ from flowgrpo_ray.rewards.base import (
     settings_of,
 )
 from flowgrpo_ray.rewards.ocr_text import (
+    dropped_problem,
     is_blank,
     normalized,
     target_span,
@@ -193,10 +194,13 @@ class OcrReward(Reward):
         if target is None:
             curly = " (typographic quotes do not count)" if re.search("[“”„«»]", prompt) else ""
             return f'ocr needs the text to be read in double quotes{curly}, for example: {EXAMPLE}'
+        full = settings["mode"] == "full"
         if is_blank(target, rule):
+            if problem := dropped_problem(target, characters, lang=settings["lang"], full=full):
+                return f"ocr has nothing to compare: {problem}"
             return f"ocr has nothing to compare: {target!r} is empty under normalize: {rule}; an example is: {EXAMPLE}"
         if characters is not None and (missing := unreadable(target, rule, characters)):
-            return unreadable_problem(missing, lang=settings["lang"], full=settings["mode"] == "full")
+            return unreadable_problem(missing, lang=settings["lang"], full=full)
         return None
 
     @classmethod
@@ -249,7 +253,7 @@ class OcrReward(Reward):
             results = self._model.predict(bgr, batch_size=self.settings["batch_size"] or max(len(bgr), 1))
             lines = [[(result["rec_text"], result["rec_score"])] for result in results]
         if len(lines) != len(bgr):
-            raise RewardError(f"PaddleOCR read {len(lines)} of {len(bgr)} images")
+            raise RewardError(f"PaddleOCR read {len(lines)} of {counted(len(bgr), 'image')}")
         return lines
 
 

@@ -65,12 +65,37 @@ def unreadable(target: str, rule: str, characters: Set[str]) -> list[str]:
 
 def unreadable_problem(missing: list[str], *, lang: str | None, full: bool) -> str:
     """What to say of characters that the recogniser cannot read, with the option that would read them."""
-    named = ", ".join(f"{c!r} (U+{ord(c):04X} {unicodedata.name(c, 'unnamed')})" for c in missing[:SHOWN])
-    rest = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-    languages = {LANGUAGES.get(unicodedata.name(c, "").split(" ")[0]) for c in missing if c.isalpha()}
-    if len(languages) == 1 and (language := languages.pop()) not in (None, lang):
+    language = _language(missing)
+    if language not in (None, lang):
         mode = "" if full else "mode: full and "
         way = f"; use {mode}lang: {language} in the reward's options, or rec_model_dir of a model that reads them"
     else:
         way = "; write the text with other characters, or give rec_model_dir of a model that reads them"
-    return f"the recogniser cannot read {named}{rest}{way}"
+    return f"the recogniser cannot read {_named(missing)}{way}"
+
+
+def dropped_problem(target: str, characters: Set[str] | None, *, lang: str | None, full: bool) -> str | None:
+    """What to say of a target whose letters and digits `normalize: alnum` all leaves out, with the options that would
+    compare and read them; None if it has none. `characters` are the recogniser's, where they are known."""
+    dropped = [c for c in dict.fromkeys(target) if c.isalnum()]
+    if not dropped:
+        return None
+    language = _language(dropped if characters is None else unreadable(target, "unicode", characters))
+    options = ["normalize: unicode"]
+    if language not in (None, lang):
+        options += [] if full else ["mode: full"]
+        options.append(f"lang: {language}")
+    listed = " and ".join(filter(None, [", ".join(options[:-1]), options[-1]]))
+    return f"normalize: alnum compares A-Z and 0-9 alone, not {_named(dropped)}; use {listed} in the reward's options"
+
+
+def _named(characters: list[str]) -> str:
+    """Characters with their code points and names; the first ones of many."""
+    named = ", ".join(f"{c!r} (U+{ord(c):04X} {unicodedata.name(c, 'unnamed')})" for c in characters[:SHOWN])
+    return named + (f" and {len(characters) - SHOWN} more" if len(characters) > SHOWN else "")
+
+
+def _language(characters: list[str]) -> str | None:
+    """The `lang` of PaddleOCR for the letters among some characters; None if no single one reads them."""
+    languages = {LANGUAGES.get(unicodedata.name(c, "").split(" ")[0]) for c in characters if c.isalpha()}
+    return languages.pop() if len(languages) == 1 else None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from flowgrpo_ray.errors import nearest
+from flowgrpo_ray.errors import counted, nearest
 from flowgrpo_ray.rewards.base import (
     LARGEST,
     GroupIds,
@@ -135,8 +135,8 @@ class RewardClient:
             images = np.stack([from_png(text, max_pixels=MAX_PIXELS) for text in case["images"]])
             test = SelfTest(images, tuple(case["prompts"]), tuple(case["metadata"]), bool(case["ordered"]))
             if not len(images) == len(test.prompts) == len(test.metadata):
-                raise ValueError(f"{len(images)} images, {len(test.prompts)} prompts and {len(test.metadata)} metadata do not "
-                                 "pair up")
+                raise ValueError(f"{counted(len(images), 'image')}, {counted(len(test.prompts), 'prompt')} and "
+                                 f"{len(test.metadata)} metadata do not pair up")
             if not all(isinstance(text, str) for text in test.prompts) or not all(isinstance(m, dict) for m in test.metadata):
                 raise ValueError("prompts are texts, and metadata objects")
             return test
@@ -152,8 +152,8 @@ class RewardClient:
         if self.health["scope"] == "group":
             step, allowed = max(n, 1), self.health.get("max_batch") or n
             if n > allowed:
-                raise RewardError(f"reward {self._who}: a group of {n} images, and {self.url} takes {allowed} at a time; start "
-                                  "it with a larger --max-batch")
+                raise RewardError(f"reward {self._who}: a group of {counted(n, 'image')}, and {self.url} takes "
+                                  f"{allowed} at a time; start it with a larger --max-batch")
         parts = [self._ask(images[i : i + step], list(prompts[i : i + step]), [dict(m) for m in metadata[i : i + step]],
                            None if group_ids is None else [int(g) for g in group_ids[i : i + step]])
                  for i in range(0, n, step)]
@@ -194,11 +194,11 @@ class RewardClient:
         """float32 [n] of one list of scores."""
         where = f"reward {self._who}: {key!r} from {self.url}"
         if not isinstance(values, list) or len(values) != n:
-            got = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
-            raise RewardError(f"{where} is {got} for {n} images")
+            got = counted(len(values), "score") if isinstance(values, list) else f"a {type(values).__name__}"
+            raise RewardError(f"{where} is {got} for {counted(n, 'image')}")
         wrong = [i for i, value in enumerate(values) if not (_is_number(value) and abs(value) <= LARGEST)]
         if wrong:
-            raise RewardError(f"{where} is {_shown(values[wrong[0]])}, no score, at {wrong[:10]} of {n} images")
+            raise RewardError(f"{where} is {_shown(values[wrong[0]])}, no score, at {wrong[:10]} of {counted(n, 'image')}")
         return np.asarray(values, np.float32)
 
 

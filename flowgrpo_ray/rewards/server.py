@@ -26,7 +26,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from flowgrpo_ray import __version__
-from flowgrpo_ray.errors import nearest
+from flowgrpo_ray.errors import counted, nearest
 from flowgrpo_ray.rewards.base import Reward, RewardError, no_exit, read_only, self_tested, validated
 from flowgrpo_ray.rewards.http_client import from_png, strict_json, to_base64, to_png
 from flowgrpo_ray.rewards.registry import get
@@ -174,7 +174,8 @@ class RewardServer:
         where too many wait. All code of the reward that may take long, or touch its model, runs there."""
         future = self._scorer.submit(call, self._max_queue)
         if future is None:
-            return _error(503, f"{self._max_queue} requests wait already", headers={"Retry-After": "1"})
+            waiting = f"{counted(self._max_queue, 'request')} {'waits' if self._max_queue == 1 else 'wait'}"
+            return _error(503, f"the queue is full: {waiting}", headers={"Retry-After": "1"})
         try:
             return await asyncio.wrap_future(future)
         except Exception as error:
@@ -218,7 +219,7 @@ class RewardServer:
         if not texts:
             raise BadRequest("images", "is empty")
         if len(texts) > self._max_batch:
-            raise BadRequest("images", f"holds {len(texts)} images, more than the {self._max_batch} of --max-batch")
+            raise BadRequest("images", f"holds {counted(len(texts), 'image')}, more than the {self._max_batch} of --max-batch")
         n = len(texts)
         prompts = _list_of(body, "prompts", str, "texts", n)
         metadata = _list_of(body, "metadata", dict, "objects", n) if body.get("metadata") is not None else [{} for _ in texts]
@@ -337,7 +338,7 @@ def _list_of(body: Mapping[str, Any], field: str, kind: type, what: str, n: int 
         if not isinstance(value, kind) or isinstance(value, bool):
             raise BadRequest(f"{field}[{i}]", f"is {_kind(value)}; {field} holds {what}")
     if n is not None and len(values) != n:
-        raise BadRequest(field, f"holds {len(values)} for {n} images")
+        raise BadRequest(field, f"holds {len(values)} for {counted(n, 'image')}")
     return values
 
 

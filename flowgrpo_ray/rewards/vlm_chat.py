@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from flowgrpo_ray.errors import nearest
+from flowgrpo_ray.errors import counted, nearest
 from flowgrpo_ray.rewards.base import Option, Reward, RewardError
 from flowgrpo_ray.rewards.http_client import (
     CONNECTION,
@@ -81,7 +81,7 @@ def parser_problem(parser: str, others: Sequence[str] = ()) -> str | None:
         except re.error as error:
             return f"option parser: {rest!r} is no regular expression: {error}"
         if groups != 1:
-            return f"option parser: {rest!r} has {groups} groups; exactly one (in parentheses) holds the verdict"
+            return f"option parser: {rest!r} has {counted(groups, 'group')}; exactly one (in parentheses) holds the verdict"
     return None
 
 
@@ -257,7 +257,7 @@ class ChatReward(Reward):
                 raise
             with self._lock:
                 if self._schema is not None:
-                    self.notes += (f"{self._http.base_url} has no structured output ({error.text}); going on without, replies "
+                    self.notes += (f"{self._http.base_url} has no structured output ({error.text}); without it, replies "
                                    "are parsed as strictly",)
                     self._schema = None
         return self._http.post("/chat/completions", body)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from flowgrpo_ray.errors import counted
 from flowgrpo_ray.rewards.base import GroupIds, Metadata, Option, RewardError, Scores, SelfTest, check_batch, red_above_blue
 from flowgrpo_ray.rewards.vlm_chat import CHAT_OPTIONS, ChatReward, object_schema, parser_problem, template_problem
 
@@ -106,7 +107,7 @@ class VlmPreference(ChatReward):
         if group_ids is None:
             raise RewardError("reward vlm_preference scores whole groups and was given no group_ids")
         if len(group_ids) != n:
-            raise RewardError(f"{len(group_ids)} group_ids for {n} images")
+            raise RewardError(f"{len(group_ids)} group_ids for {counted(n, 'image')}")
         scores = np.zeros(n, np.float64)
         for group in dict.fromkeys(group_ids):
             rows = [i for i, one in enumerate(group_ids) if one == group]

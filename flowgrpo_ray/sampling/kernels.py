@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, counted, nearest
 
 LOG_PROBS = ("gaussian", "unscaled")
 
@@ -116,7 +116,7 @@ class Kernel:
         """
         table = [float(sigma) for sigma in np.float32(sigmas.tolist() if hasattr(sigmas, "tolist") else sigmas)]
         if not 0 <= index < len(table) - 1:
-            raise IndexError(f"step {index} of a schedule of {len(table) - 1} steps")
+            raise IndexError(f"step {index} of a schedule of {counted(len(table) - 1, 'step')}")
         if x.shape != velocity.shape:
             raise ValueError(f"x has the shape {tuple(x.shape)}, velocity {tuple(velocity.shape)}")
         sigma, delta = table[index], table[index + 1] - table[index]

@@ -105,7 +105,7 @@ def test_deaths_of_earlier_steps_are_forgiven(bench):
     die()
     bench.pool.forgive_deaths()
     die()
-    with pytest.raises(FlowGrpoError, match=r"pool worker: more than 1 actors died or were taken out within one step"):
+    with pytest.raises(FlowGrpoError, match=r"pool worker: more than 1 actor died or were taken out within one step"):
         die()
 
 

@@ -102,7 +102,7 @@ def test_stop_and_resume_equals_never_stopped(folder):
     run(small_config(folder, "resumed", steps=2, overrides=overrides))
     watcher = Watcher()
     resumed = run(small_config(folder, "resumed", steps=4, overrides=overrides), watcher)
-    assert watcher.said[0] == "going on from step 2"
+    assert watcher.said[0] == "resuming from step 2"
     assert [row["step"] for row in watcher.rows] == [3, 4]
     assert "eval/ema/jpeg_compressibility" in resumed.rows[-1]
     assert_same_result(through, resumed)

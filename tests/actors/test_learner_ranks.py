@@ -98,7 +98,7 @@ def test_two_ranks_resume_as_if_never_stopped(through, half, tmp_path, before, a
     shutil.copytree(half(before), tmp_path / name)
     watcher = Watcher()
     resumed = run(small_config(tmp_path, name, steps=4, overrides={**OVERRIDES, "pools.placement": after}), watcher)
-    assert watcher.said[0] == "going on from step 2" and [row["step"] for row in watcher.rows] == [3, 4]
+    assert watcher.said[0] == "resuming from step 2" and [row["step"] for row in watcher.rows] == [3, 4]
     for part in ("adapter", "ema", "optimizer"):
         assert_same_bits(getattr(through, part), getattr(resumed, part))
     assert [deterministic(row) for row in through.rows] == [deterministic(row) for row in resumed.rows]

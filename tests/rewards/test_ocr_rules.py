@@ -59,7 +59,7 @@ def test_normalized():
     ("the word “CAT”", {}, "typographic quotes do not count"),
     ('the word ""', {}, "'' is empty under normalize: reference"),
     ('the word " "', {}, "empty under normalize: reference"),
-    ('the word "日本"', {"normalize": "alnum"}, "'日本' is empty under normalize: alnum"),
+    ('the word "!?"', {"normalize": "alnum"}, "'!?' is empty under normalize: alnum"),
     ('the word "CAT"', {"normalize": "alnum", "mode": "recognition"}, None),
 ])
 def test_check_prompt_gives_the_reason_and_an_example(prompt, options, reason):
@@ -76,6 +76,19 @@ def test_check_prompt_gives_the_reason_and_an_example(prompt, options, reason):
 def test_unicode_keeps_letters_of_any_script():
     assert normalized("Straße – ＡＢ, 東京!", "unicode") == "strasseab東京"
     assert text_score("東京タワー", "東京タワ—", "unicode") == (0.75, 0.0)
+
+
+@pytest.mark.parametrize(("target", "options", "found", "way"), [
+    ("МИР", {}, "'М' (U+041C CYRILLIC CAPITAL LETTER EM), 'И'", "normalize: unicode and lang: ru"),
+    ("мир, труд", {"mode": "recognition"}, "'м' (U+043C", "normalize: unicode, mode: full and lang: ru"),
+    ("МИР", {"lang": "ru"}, "U+041C", "use normalize: unicode in"),
+    ("日本", {}, "'日' (U+65E5", "use normalize: unicode in"),  # the shipped recogniser reads it
+    ("안녕", {}, "HANGUL SYLLABLE", "normalize: unicode and lang: korean"),
+    ("שלום", {}, "HEBREW LETTER", "use normalize: unicode in")])
+def test_letters_that_alnum_leaves_out_are_named_with_the_options_that_read_them(target, options, found, way):
+    problem = reward_class("ocr").check_prompt(f'a sign "{target}"', {}, normalize="alnum", **options)
+    assert "compares A-Z and 0-9 alone" in problem and found in problem and way in problem
+    assert reward_class("ocr").check_prompt(f'a sign "{target} 5"', {}, normalize="alnum", **options) is None
 
 
 # What the recogniser can read -------------------------------------------------------------------------------------------

@@ -80,14 +80,14 @@ def test_range_is_the_server_s():
 
 
 @pytest.mark.parametrize(("reply", "message"), [
-    ({"served": [0.5]}, "is 1 scores for 2 images"),
+    ({"served": [0.5]}, "is 1 score for 2 images"),
     ({"served": []}, "is 0 scores for 2 images"),
     ({"served": [0.5] * 3}, "is 3 scores for 2 images"),
     ({"served": [0.5, None]}, r"is None, no score, at \[1\] of 2 images"),
     ({"served": [True, 0.5]}, "is True, no score"),
     ({"served": ["1", 0.5]}, "is '1', no score"),
     ({"served": 0.5}, "is a float for 2 images"),
-    ({"served": [0.5, 0.5], "served_exact": [0]}, "'served_exact' from .* is 1 scores for 2 images"),
+    ({"served": [0.5, 0.5], "served_exact": [0]}, "'served_exact' from .* is 1 score for 2 images"),
     ({"other": [1, 2]}, "gives no score 'served'"),
     ({}, 'has no "scores"'),
     ((200, [1, 2]), 'has no "scores"'),

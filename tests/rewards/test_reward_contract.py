@@ -264,7 +264,7 @@ def test_what_has_no_sure_bound_declares_none():
     (np.zeros((2, 3, 8, 8), np.uint8), ["a", "b"], r"not uint8 \[2, 3, 8, 8\]"),
     (np.zeros((8, 8, 3), np.uint8), ["a"], r"not uint8 \[8, 8, 3\]"),
     ([images(1)], ["a"], "not list"),
-    (images(2), ["a"], "2 images, 1 prompts"),
+    (images(2), ["a"], "2 images, 1 prompt and"),
 ])
 def test_a_malformed_batch_is_refused(images, prompts, message):
     with pytest.raises(RewardError, match=message):

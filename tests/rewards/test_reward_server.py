@@ -296,7 +296,7 @@ def test_the_known_images_are_asked_for_where_scores_are(probe, monkeypatch):
         threads += in_threads([lambda: answers.update(scored=ask(url, body(1)).json())])
         until(lambda: requests.get(f"{url}/health", timeout=5).json()["queued"] == 1)
         full = requests.get(f"{url}/v1/self_test", timeout=5)
-        assert full.status_code == 503 and "1 requests wait" in full.json()["error"]["message"]
+        assert full.status_code == 503 and "the queue is full: 1 request waits" in full.json()["error"]["message"]
         Probe.go.set()
         for thread in threads:
             thread.join()
@@ -334,7 +334,7 @@ def test_a_full_queue_says_try_again(probe):
         until(lambda: requests.get(f"{url}/health", timeout=5).json()["queued"] == 1)
         answer = ask(url, body())
         assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
-        assert "1 requests wait" in answer.json()["error"]["message"]
+        assert "the queue is full: 1 request waits" in answer.json()["error"]["message"]
         Probe.go.set()
         for thread in threads:
             thread.join()

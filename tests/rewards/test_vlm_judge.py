@@ -111,7 +111,7 @@ def test_a_server_without_structured_output_is_asked_without_it_and_that_is_note
         sent = ["response_format" in body for _, path, body, _ in server.requests if path == "/v1/chat/completions"]
     assert sum(sent) <= 2 and not any(sent[4:])
     (note,) = reward.notes
-    assert "/v1 has no structured output (response_format of type json_schema is not supported); going on without" in note
+    assert "/v1 has no structured output (response_format of type json_schema is not supported); without it" in note
     with endpoint(by_red) as server:
         reward = judge(server)
         assert score(reward)["vlm_judge"].tolist() == [1, 0] and reward.notes == ()
