@@ -35,7 +35,7 @@ from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.plan import StepPlan, micro_steps, plan_step
 from flowgrpo_ray.policies import load_policy, lora
-from flowgrpo_ray.policies.base import Policy
+from flowgrpo_ray.policies.base import Policy, decode_batch
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.requests import sample_request
@@ -228,6 +228,13 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     check("samples are finite, and the images no blanks", finite and decoded.std() > 0,
           f"standard deviation {decoded.std():.1f}")
 
+    with stages.stage("decode", "Lower sampling.decode_batch.") as watch:
+        latents = torch.randn(m, *policy.latent_shape(*edge), generator=torch.Generator().manual_seed(0)).to(device)
+        policy.decode(latents, *edge, config.sampling.decode_batch)  # kernels are chosen here
+        watch.start_again()
+        policy.decode(latents, *edge, config.sampling.decode_batch)
+    stages.done["decode"]["images_per_s"] = m / stages.done["decode"]["seconds"]
+
     hint = (f"A shard is {m} images of {edge[0]} x {edge[1]} px: lower --micro-batch, or add "
             "train.activation_checkpointing=true.")
     with stages.stage("update", hint) as watch:
@@ -239,7 +246,8 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
     check("the on-policy ratio is 1", largest <= limit,
           f"largest |log ratio| {largest:.3g}, auto tolerance {limit:.3g}")
     check("the update is finite and not empty", math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0,
-          f"gradient norm {metrics['grad_norm']:.3g}, {metrics['grad_rms_over_adam_eps']:.3g} x AdamW's eps")
+          f"gradient norm {metrics['grad_norm']:.3g}, {metrics['grad_rms_over_adam_eps']:.3g} x AdamW's eps, "
+          f"loss scale {metrics['loss_scale']:g}")
 
     with stages.stage("export", "Take a smaller lora.rank."):
         info, exported, _ = learner.export(1)
@@ -257,7 +265,8 @@ def run(model: str, config: Config, device: torch.device, *, small: bool) -> dic
         "weights_gib": weights / GIB, "lora_parameters": count, "micro_batch": m, "height": edge[0], "width": edge[1],
         "images": images, "window": config.window_size, "guidance": config.sampling.guidance_scale,
         "dtype": config.model.dtype, "activation_checkpointing": config.train.activation_checkpointing,
-        "beta": config.loss.beta,
+        "beta": config.loss.beta, "decode_batch": config.sampling.decode_batch or decode_batch(*edge),
+        "loss_scale": metrics["loss_scale"],
         "stages": stages.done, "log_ratio_by_window_step": ratios, "tolerance": limit, "checks": checks,
     }
 
@@ -290,9 +299,9 @@ def show(result: Mapping[str, Any]) -> None:
     if result["ranks"] == 1:
         print(f"{result['model']}{' (small)' if result['small'] else ''} in {result['dtype']}: weights "
               f"{result['weights_gib']:.2f} GiB, LoRA {result['lora_parameters']:,} parameters; {result['images']} "
-              f"images of {result['height']} x {result['width']} px in shards of {result['micro_batch']}, window "
-              f"{result['window']}, guidance {result['guidance']:g}, KL weight {result['beta']:g}, activation "
-              f"checkpointing {'on' if result['activation_checkpointing'] else 'off'}")
+              f"images of {result['height']} x {result['width']} px in shards of {result['micro_batch']}, decoded "
+              f"{result['decode_batch']} at a time, window {result['window']}, guidance {result['guidance']:g}, "
+              f"KL weight {result['beta']:g}, activation checkpointing {'on' if result['activation_checkpointing'] else 'off'}")
         rows = [[name, f"{s['seconds']:.2f}", f"{s['peak_gib']:.2f}",
                  next((f"{value:.2f} {key}" for key, value in s.items() if key.endswith("_per_s")), "")]
                 for name, s in result["stages"].items()]

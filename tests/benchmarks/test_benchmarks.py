@@ -175,9 +175,10 @@ def test_whole_step(ray_cluster, capsys, config):
 def test_gpu_check_small(model, capsys):
     result = report(gpu_check.main, capsys, "--model", model, "--device", "cpu", "--small")
     assert list(result["stages"]) == [
-        "build", "attach LoRA", "write and read back", "sample", "update", "export", "sync", "adapter file"]
+        "build", "attach LoRA", "write and read back", "sample", "decode", "update", "export", "sync", "adapter file"]
     assert result["stages"]["sample"]["images_per_s"] > 0 and len(result["checks"]) == 6
     assert len(result["log_ratio_by_window_step"]) == result["window"]
+    assert result["loss_scale"] == 1
     assert all(row["samples"] == result["images"] for row in result["log_ratio_by_window_step"])
     gpu_check.show(result)
     assert "FAILED" not in capsys.readouterr().out
