@@ -126,7 +126,7 @@ class Controller:
                                          self.colocated_class if self.colocated else self.learner_class)
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
         run_dir = self.recorder.run_dir
-        if run_dir and storage.local_path(run_dir) and sum(node["Alive"] for node in ray.nodes()) > 1:
+        if run_dir and (not storage.local_path(run_dir) or sum(node["Alive"] for node in ray.nodes()) > 1):
             self.learners.check_run_dir(run_dir, p.start_timeout_s)
         self.learners.start(p.start_timeout_s, self._show_activity)
         if self.colocated:

@@ -175,7 +175,7 @@ class LearnerGroup:
         log.debug("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
     def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
-        """Prove that a local run directory is one folder for the driver and every rank.
+        """Prove that a run directory is one place for the driver and every rank, which all can read and write.
 
         Raises:
             ConfigError: it is not.

@@ -1,7 +1,7 @@
-"""Proof that a local run directory is one folder for the driver and a learner on another node: each sees what the other wrote.
+"""Proof that a run directory is one place for the driver and the learners: each sees what the other wrote.
 
-Checkpoints are written by a learner and committed by the driver. On a folder that only has the same name on both nodes the
-first checkpoint would fail, after all steps before it.
+Checkpoints are written by a learner and committed by the driver. With a folder that only has the same name on both nodes, or
+an object store that only the driver has credentials for, the first checkpoint would fail, after all steps before it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ def leave_token(run_dir: str) -> str:
 
 def answer(run_dir: str, token: str, who: str) -> str | None:
     """On the learner's side: see the token and write a file for the driver to see. Returns what is wrong, or None."""
-    if not _appears(_file(run_dir, token)):
-        return "does not see there what the driver wrote"
+    doing = "read"
     try:
+        if not _appears(_file(run_dir, token)):
+            return "does not see there what the driver wrote"
+        doing = "write"
         storage.write_bytes(_file(run_dir, f"{token}-{who}"), token.encode())
     except OSError as error:
-        return f"cannot write there: {error.strerror or error}"
+        return f"cannot {doing} there: {error.strerror or error}"
     return None
 
 
@@ -49,13 +51,21 @@ def check_answers(run_dir: str, token: str, answers: Mapping[str, str | None], p
             if problem is None and not _appears(_file(run_dir, f"{token}-{who}")):
                 problem = "writes there what the driver does not see"
             if problem is not None:
-                raise ConfigError(
-                    f"run.dir: {run_dir} is a local folder, and the {who} on node {places[who]} {problem}. On several nodes "
-                    "it must be a place that all reach: run.dir=s3://BUCKET/runs, run.dir=gs://BUCKET/runs, or the absolute "
-                    "path of a volume that is mounted on every node")
+                raise ConfigError(_message(run_dir, f"{who} on node {places[who]} {problem}"))
     finally:
         for name in (token, *(f"{token}-{who}" for who in answers)):
             storage.delete_file(_file(run_dir, name))
+
+
+def _message(run_dir: str, problem: str) -> str:
+    shown = storage.display(run_dir)
+    if storage.local_path(run_dir) is None:
+        return (f"run.dir: {shown}: {problem}. Checkpoints are written by the learners: every node needs access to the store, "
+                "by its role or service account, or by credentials in the environment of its Ray processes (on Kubernetes a "
+                "Secret in the worker groups' env)")
+    return (f"run.dir: {shown} is a local folder, and the {problem}. On several nodes it must be a place that all reach: "
+            "run.dir=s3://BUCKET/runs, run.dir=gs://BUCKET/runs, or the absolute path of a volume that is mounted on every "
+            "node")
 
 
 def _file(run_dir: str, name: str) -> str:

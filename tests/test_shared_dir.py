@@ -1,4 +1,4 @@
-"""The proof that a run directory is one folder on two nodes; here the other node is another path."""
+"""The proof that a run directory is one place on two nodes; here the other node is another path, or other credentials."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from flowgrpo_ray import shared_dir
 from flowgrpo_ray.errors import ConfigError
 
+pytest_plugins = ["s3_server"]
 RANK = "learner rank 0"
 
 
@@ -49,3 +50,23 @@ def test_what_the_learner_writes_must_reach_the_driver(tmp_path):
     token = shared_dir.leave_token(str(tmp_path))
     with pytest.raises(ConfigError, match="writes there what the driver does not see"):
         shared_dir.check_answers(str(tmp_path), token, {RANK: None}, {RANK: "n"})
+
+
+def test_an_object_store_passes_and_is_left_as_it_was(s3_run_dir):
+    prove(s3_run_dir, s3_run_dir)
+    assert shared_dir.storage.list_dir(s3_run_dir) == []
+
+
+def test_credentials_that_only_the_driver_has_are_found_out(s3_run_dir, monkeypatch):
+    token = shared_dir.leave_token(s3_run_dir)
+
+    def denied(uri):
+        raise OSError("AWS Error ACCESS_DENIED during HeadObject operation")
+
+    monkeypatch.setattr(shared_dir.storage, "size", denied)
+    problem = shared_dir.answer(s3_run_dir, token, RANK)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="learner rank 0 on node n cannot read there: AWS Error ACCESS_DENIED.*a Secret") as e:
+        shared_dir.check_answers(s3_run_dir, token, {RANK: problem}, {RANK: "n"})
+    assert "local folder" not in str(e.value) and "endpoint" not in str(e.value)
+    assert shared_dir.storage.list_dir(s3_run_dir) == []
