@@ -12,7 +12,7 @@ from flowgrpo_ray.trajectory import SyncReply
 class ColocatedActor(SamplingMethods, LearnerActor):
     """No second copy and no weight transfer: the sampler uses the parameters that the learner trains in place."""
 
-    parts = "all"
+    role, parts = "samples and trains", "all"
 
     def setup(self, rank: int, world_size: int, address: tuple[str, int]) -> str:
         from flowgrpo_ray.policies.slots import AdapterSlots

@@ -17,6 +17,7 @@ from actors.evaluation import KEPT_SHARE, KeptConditionings, start_evaluation
 from actors.events import wait_for_events
 from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
+from actors.names import ActorNames
 from actors.placement import actor_options, check_resources
 from actors.pool import ActorPool
 from actors.reward import FirstCall, RewardActor
@@ -77,6 +78,7 @@ class Controller:
         self._learner_seconds = self._learner_peak = 0
         self.pools: list[ActorPool] = []
         self.learners: LearnerGroup | None = None
+        self.names = ActorNames(config.run.name, recorder.start_id)
         self._started = time.perf_counter()
         self._step: int | None = None  # the one that has no row yet
         self._last = LastStep(recorder.start_step, config.run.grace_s)
@@ -122,7 +124,7 @@ class Controller:
                                                              (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
                 prepare=self._prepare, rest_s=5.0, needed=True, **common)
             self.pools.append(self.rollouts)
-        self.learners = self.group_class(config, self.recorder.run_id, self.recorder.start_id,
+        self.learners = self.group_class(config, self.recorder.run_id, self.names,
                                          self.colocated_class if self.colocated else self.learner_class)
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
         run_dir = self.recorder.run_dir
@@ -156,8 +158,8 @@ class Controller:
         self, actor_class: type, pool: Any, name: str, args: tuple, environment: EnvironmentConfig | None = None,
     ) -> Callable[[int, int], Any]:
         def spawn(index: int, incarnation: int) -> Any:
-            options = actor_options(pool, f"{self.recorder.start_id}-{name}-{index}-{incarnation}", environment=environment,
-                                    start_timeout_s=self.config.pools.start_timeout_s,
+            options = actor_options(pool, self.names.new(name, index), namespace=self.names.namespace,
+                                    environment=environment, start_timeout_s=self.config.pools.start_timeout_s,
                                     cpu_threads=self.config.model.cpu_threads)
             return ray.remote(actor_class).options(**options).remote(*args)
         return spawn

@@ -120,6 +120,7 @@ class Member:
     running: dict[ray.ObjectRef, Running] = field(default_factory=dict)
     pid: int = 0  # of its process, once it is up
     node: str = ""  # its address, once it is up
+    node_id: str = ""  # Ray's
     replaces: bool = False  # one that was at work
     was_ready: bool = False
     failed_starts: int = 0  # in a row

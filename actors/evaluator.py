@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from actors.controller import Controller, Observer
+from actors.names import ActorNames
 from actors.rollout import RolloutActor
 from actors.sync import Published
 from flowgrpo_ray.config import Config, from_tree
@@ -75,7 +76,7 @@ class NoLearners:
 
     world_size = 0
 
-    def __init__(self, config: Config, run_id: str, start_id: str, actor_class: type) -> None:
+    def __init__(self, config: Config, run_id: str, names: ActorNames, actor_class: type) -> None:
         self.pending: dict[ray.ObjectRef, str] = {}
 
     def start(self, timeout_s: float, watch: Callable[[], None]) -> None: ...

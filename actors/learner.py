@@ -15,8 +15,9 @@ from ray.util import remove_placement_group
 
 from actors import head
 from actors.dispatch import EVENTS
+from actors.names import ActorNames
 from actors.placement import actor_options, place_learners
-from actors.process import Process
+from actors.process import Process, Shown
 from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
@@ -34,13 +35,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class LearnerMethods:
+class LearnerMethods(Shown):
     """What a learner actor and a colocated actor have in common."""
 
+    role = "trains"
     learner: Learner
     settings: LoraSettings
+    _training = ""  # what its process shows while it trains
 
     def begin_step(self, plan: StepPlan, keep: bool = False) -> None:
+        self._training = f"trains step {plan.step + 1} from version {plan.version}"
+        self.shows(self._training)
         self.learner.begin_step(plan, keep)
 
     def accumulate(
@@ -49,6 +54,7 @@ class LearnerMethods:
         """`scores`: those of complete groups that the rank has not been told yet."""
         from flowgrpo_ray import device as devices
 
+        self.shows(self._training)
         devices.reset_peak_memory(self.learner.policy.device)
         self.learner.add_scores(scores)
         return self.learner.accumulate(work, negative, *parts)
@@ -57,6 +63,7 @@ class LearnerMethods:
         self.learner.recompute(work, negative, *parts)
 
     def apply(self) -> dict[str, float]:
+        self.shows(self._training)
         return self.learner.apply()
 
     def step_advantages(self) -> dict[int, np.ndarray]:
@@ -69,6 +76,7 @@ class LearnerMethods:
         """Write this learner's files of a checkpoint (rank 0; the others only take part in the gathering)."""
         from flowgrpo_ray.learning.state import write_learner_state
 
+        self.shows("writes a checkpoint")
         tensors, counters = self.learner.state()
         if self.learner.rank != 0:
             return []
@@ -151,13 +159,14 @@ class LearnerActor(LearnerMethods):
 class LearnerGroup:
     """The ranks, seen from the driver. Every call goes to all ranks in one order; the first failure ends the group."""
 
-    def __init__(self, config: Config, run_id: str, start_id: str, actor_class: type = LearnerActor) -> None:
+    def __init__(self, config: Config, run_id: str, names: ActorNames, actor_class: type = LearnerActor) -> None:
         pool = config.pools.learner
         self.world_size, self._timeout = pool.replicas, pool.timeout_s
         self.group = place_learners(config)
         tree = config.model_dump(mode="json")
         remote = ray.remote(actor_class)
-        options = [actor_options(pool, f"{start_id}-learner-{rank}", self.group, rank, cpu_threads=config.model.cpu_threads)
+        options = [actor_options(pool, names.new("learner", rank), self.group, rank, namespace=names.namespace,
+                                 cpu_threads=config.model.cpu_threads)
                    for rank in range(self.world_size)]
         self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}

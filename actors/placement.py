@@ -28,7 +28,8 @@ CROWDED = 1.5  # CPUs asked for by core of this machine, above which a run is wa
 
 def actor_options(
     pool: PoolConfig, name: str, group: PlacementGroup | None = None, bundle: int = 0, *,
-    environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0, cpu_threads: int = 1,
+    namespace: str | None = None, environment: EnvironmentConfig | None = None, start_timeout_s: float = 600.0,
+    cpu_threads: int = 1,
 ) -> dict[str, Any]:
     """Ray options of one actor. Never restarted by Ray: a restarted actor would hold no adapter; the pool respawns.
 
@@ -40,7 +41,8 @@ def actor_options(
     if environment is None or not (environment.py_executable or environment.pip):
         env = {key: value for key, value in env.items() if head.worker_env.get(key) != value}
     options: dict[str, Any] = {
-        "num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "name": name, "max_restarts": 0, "max_task_retries": 0,
+        "num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus, "name": name, "namespace": namespace,
+        "max_restarts": 0, "max_task_retries": 0,
         "runtime_env": runtime_env(environment, env, start_timeout_s),
     }
     if group is not None:

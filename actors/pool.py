@@ -253,7 +253,7 @@ class ActorPool:
             return
         check(value)
         if not member.pid:
-            member.pid, member.node = value  # the first answer is `ready`'s
+            member.pid, member.node, member.node_id = value  # the first answer is `ready`'s
         member.starting.pop(0)
         if not member.starting:
             member.failed_starts, member.was_ready = 0, True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.process import Process
+from actors.process import Process, Shown
 from flowgrpo_ray.errors import described, place_of
 from flowgrpo_ray.rewards import RewardError, get, validated
 from flowgrpo_ray.rewards.base import explained, no_exit, read_only, renamed, self_tested
@@ -38,7 +38,7 @@ class FirstCall:
         return (ramp[None, :, :, None] + noise).astype(np.uint8)
 
 
-class RewardActor:
+class RewardActor(Shown):
     """Scores batches of images with one reward.
 
     Args:
@@ -56,6 +56,7 @@ class RewardActor:
         self, name: str, spec: str, options: dict, self_test: bool = True, nice: int = 0, scope: str | None = None,
         group_size: int = 1, on_gpu: bool = False, cpu_threads: int = 1, first_call: FirstCall | None = None,
     ) -> None:
+        self.role = f"scores {name}"
         if nice > 0:
             os.nice(max(0, nice - os.nice(0)))
         self._name, self._own = name, ":" in spec
@@ -108,6 +109,7 @@ class RewardActor:
             RewardError: the reward answered with NaN, a wrong length, or not its own name; its exceptions pass through.
         """
         wall, cpu = time.perf_counter(), time.process_time()
+        self.shows(f"scores {len(prompts)} images with {self._name}")
         images = read_only(shards[0] if len(shards) == 1 else np.concatenate(shards))
         if part is not None:
             rows = slice(*part)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.process import Process
+from actors.process import Process, Shown
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import from_tree
 from flowgrpo_ray.policies import load_policy
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
     from flowgrpo_ray.sampling.sampler import Sampler
 
 
-class SamplingMethods:
+class SamplingMethods(Shown):
     """What a rollout actor and a colocated actor have in common; `self.sampler` is the actor's."""
 
+    role = "samples"
     sampler: Sampler
 
     def load_adapter(self, slot: str, version: int, arrays: Arrays) -> SyncReply:
         """Bind an adapter and answer with the proof (invariant: a weight sync is proven)."""
+        self.shows(f"takes version {version}")
         return self.sampler.slots.load(slot, version, arrays)
 
     def encode(self, records: list[PromptRecord]) -> tuple[EncodeMeta | Arrays, ...]:
         """Metadata, and the conditioning of each prompt: 1 + k returns, so that each goes its own way."""
         from flowgrpo_ray import device as devices
 
+        self.shows("encodes prompts")
         with devices.Stopwatch(self.sampler.policy.device) as watch:
             conditionings = self.sampler.encode_all(records)
         sizes = tuple(sum(array.nbytes for array in arrays.values()) for arrays in conditionings)
@@ -41,6 +44,7 @@ class SamplingMethods:
         """One shard: metadata, images and trajectory as three returns, so that each goes its own way."""
         from flowgrpo_ray import device as devices
 
+        self.shows(f"samples at version {request.version}{' of the EMA' if request.slot == 'ema' else ''}")
         devices.reset_peak_memory(self.sampler.policy.device)  # the learner may share the process: a peak is a call's
         return self.sampler.sample(request, negative, *conditionings)
 
