@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,36 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def ray_environment(**extra: str) -> dict[str, str]:
+    """This process's variables without Ray's, with the modules of the tests, and the commands of this Python first."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    modules = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    commands = [os.path.dirname(sys.executable), *filter(None, [os.environ.get("PATH")])]
+    return {**clean, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(commands),
+            "RAY_AUTH_MODE": "disabled", **extra}
+
+
+def start_ray(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
+    """Run `ray start --block` in the background, and return once the node is up.
+
+    Raises:
+        RuntimeError: it ended instead, with all that it printed.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=dict(environment), start_new_session=True)
+    said = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                threading.Thread(target=process.stdout.read, daemon=True).start()
+                return process
+        raise RuntimeError("".join(said))
+    except BaseException:  # a test's timeout too
+        process.terminate()
+        raise
 
 
 class Nodes:
@@ -42,10 +72,7 @@ class Nodes:
 
     def environment(self) -> dict[str, str]:
         """For commands that would find this cluster by themselves, if they looked for one."""
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        path = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**clean, "RAY_TMPDIR": str(self.folder), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(path),
-                **self._extra}
+        return ray_environment(RAY_TMPDIR=str(self.folder), **self._extra)
 
     def start_head(self, num_cpus: int, dashboard_port: int | None = None) -> None:
         dashboard = (["--include-dashboard", "false"] if dashboard_port is None else
@@ -60,17 +87,7 @@ class Nodes:
     def _start(self, *args: str) -> None:
         command = [str(Path(sys.executable).parent / "ray"), "start", *args, *COMMON, str(free_port()), "--node-ip-address",
                    "127.0.0.1"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   env=self.environment(), start_new_session=True)
-        self._commands.append(process)
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                break
-        else:
-            raise RuntimeError("".join(said))
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        self._commands.append(start_ray(command, self.environment()))
 
     def drivers(self) -> int:
         """How many drivers have ever connected: each leaves a log of its own on the head."""

@@ -1,0 +1,111 @@
+"""A run on machines with addresses of their own: submitted as a job, one machine killed, another in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from clusters import ray_environment
+from hosts import Host, Hosts, hosts, namespaces, processes, why_not
+from runs import SMALL, assert_same_bits, run
+
+from flowgrpo_ray.checkpoint import latest, open_checkpoint
+from flowgrpo_ray.config import load
+from flowgrpo_ray.learning.state import read_learner_state
+from flowgrpo_ray.metrics import Row, read_metrics
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+STEPS = 12
+SIZE = {"type": "jpeg_incompressibility", "weight": -0.5}
+BOTH = {"jpeg_compressibility": {}, "size": SIZE}
+# CPUs are as many as leave one place for each actor: `size` has to be on the machine that also samples.
+POOLS = {
+    "autoscaling": True,  # a place that is missing is waited for
+    "learner": {"num_cpus": 1, "label_selector": {"pool": "learner"}},
+    "rollout": {"num_cpus": 2, "replicas": 2, "label_selector": {"pool": "rollout"}},
+    "reward": {"jpeg_compressibility": {"num_cpus": 1, "label_selector": {"pool": "reward-cpu"}},
+               "size": {"num_cpus": 1, "label_selector": {"scores": "yes"}}},
+}
+MACHINES = {
+    "learner": (1, {"pool": "learner"}),
+    "rollout-1": (2, {"pool": "rollout"}),
+    "rollout-2": (3, {"pool": "rollout", "scores": "yes"}),
+    "reward": (1, {"pool": "reward-cpu"}),
+}
+
+
+def write_config(path: Path, run_dir: Path, pools: dict) -> Path:
+    tree = {**SMALL, "run": {"name": path.stem, "dir": str(run_dir), "steps": STEPS}, "rewards": BOTH, "pools": pools,
+            "logging": {"tensorboard": False, "flush_every_steps": 1}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def wait_for_step(job: subprocess.Popen, run_dir: Path, step: int) -> None:
+    """Until the metrics of a step are written."""
+    while not any(row["step"] >= step for row in rows_of(run_dir)):
+        assert job.poll() is None, "the job has ended"
+        time.sleep(0.2)
+
+
+def rows_of(run_dir: Path) -> list[Row]:
+    return read_metrics(str(run_dir)) if (run_dir / "metrics").is_dir() else []
+
+
+def submit(made: Hosts, client: Host, head: Host, config: Path, log: Path) -> subprocess.Popen:
+    command = ["ray", "job", "submit", "--address", f"http://{head.address}:8265", "--working-dir", str(config.parent), "--",
+               "flowgrpo-ray", "train", config.name]
+    with log.open("w") as file:
+        return made.popen(client, command, stdout=file, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.slow
+def test_a_machine_is_killed_and_another_joins_and_the_adapter_is_that_of_one_machine(tmp_path, ray_cluster):
+    alone = run(load(write_config(tmp_path / "alone" / "alone.yaml", tmp_path / "runs", SMALL["pools"])))
+    config = write_config(tmp_path / "job" / "hosts.yaml", tmp_path / "runs", POOLS)
+    run_dir, log = tmp_path / "runs" / "hosts", tmp_path / "log"
+    with hosts(ray_environment()) as made:
+        head = made.start_head("head")
+        _, _, lost, _ = made.start_workers(head, MACHINES)
+        job = submit(made, made.add("client"), head, config, log)
+        wait_for_step(job, run_dir, 2)
+        made.kill(lost)
+        made.start_workers(head, {"rollout-3": (4, {"pool": "rollout", "scores": "yes"})})
+        assert job.wait() == 0, log.read_text()
+    rows = read_metrics(str(run_dir))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for pool in ("rollout", "reward.size"):
+        assert sum(row[f"actor_deaths/{pool}"] for row in rows) >= 1, "an actor of it was on the machine that was killed"
+    assert_same_bits(alone.adapter, read_learner_state(open_checkpoint(latest(str(run_dir)).uri).uri)[0]["adapter"])
+
+
+def test_nothing_of_the_machines_is_left_when_a_test_on_them_fails():
+    with pytest.raises(ZeroDivisionError), hosts(ray_environment()) as made:
+        one, other = made.add("one"), made.add("other")
+        made.popen(one, ["sh", "-c", "setsid sleep 600 & exec sleep 600"])
+        made.popen(other, ["sleep", "600"])
+        while len(running := processes(one.namespace) + processes(other.namespace)) < 3:
+            time.sleep(0.01)
+        _ = 1 / 0
+    assert not [name for name in namespaces() if name.startswith(made.prefix)]
+    # Whoever inherits a dead process may let it lie.
+    assert not [pid for pid in running if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not one.folder.parent.exists()
+
+
+def test_machines_reach_each_other_at_their_addresses_alone():
+    ask = "import socket, sys; socket.create_connection((sys.argv[1], 6379), timeout=2).close()"
+    serve = "import socket; server = socket.create_server(('0.0.0.0', 6379)); print(flush=True); server.accept()"
+    with hosts(ray_environment()) as made:
+        one, other = made.add("one"), made.add("other")
+        server = made.popen(one, ["python3", "-c", serve], stdout=subprocess.PIPE)
+        server.stdout.readline()
+        assert made.run(other, ["python3", "-c", ask, "127.0.0.1"]).returncode == 1, "its own loopback"
+        assert made.run(other, ["python3", "-c", ask, one.address]).returncode == 0
