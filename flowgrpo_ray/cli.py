@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import cli_rewards, cli_runs, signals, waiting
+from flowgrpo_ray import cli_cluster, cli_rewards, cli_runs, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted
 
@@ -312,6 +312,7 @@ def version() -> None:
 
 cli_rewards.add_to(app)
 cli_runs.add_to(app)
+cli_cluster.add_to(app)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------

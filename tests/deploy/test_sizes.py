@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from manifests import ROOT
+
 from flowgrpo_ray.cluster.sizes import LEAST, object_store, step_bytes
 from flowgrpo_ray.config import load
 
 
 def test_published_recipe_at_512_pixels() -> None:
-    sizes = step_bytes(load("configs/sd35_medium_ocr.yaml"))
+    sizes = step_bytes(load(ROOT / "configs" / "sd35_medium_ocr.yaml"))
     samples = 48 * 24
     assert sizes.images == samples * 512 * 512 * 3
     latents = samples * 10 * 16 * 64 * 64 * 4  # nine trained steps have ten latents
