@@ -96,7 +96,7 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
     from flowgrpo_ray.config import load
 
     settings = load(config, [*offline.place_of(config), *(overrides or [])])
-    console = _prepare(settings)
+    console = prepare_command(settings)
     from flowgrpo_ray.live import open_view, print_summary
     from flowgrpo_ray.watch import monitor_hint
 
@@ -159,7 +159,7 @@ def evaluate(
     info = None
     if checkpoint is not None:
         info = offline.find_checkpoint(storage.join(settings.run.dir, settings.run.name), checkpoint)
-    console = _prepare(settings, err=True)
+    console = prepare_command(settings, err=True)
     from flowgrpo_ray.live import PlainView
     from flowgrpo_ray.policies.lora import load_adapter
 
@@ -231,7 +231,7 @@ def sample(
         base, images=n, seed=seed, steps=steps, guidance=guidance, height=height,
         width=width, kernel=kernel, noise_level=noise_level)
     records = given_prompts(prompt, prompts, "what shall be sampled?")
-    _prepare(settings, err=True)
+    prepare_command(settings, err=True)
     with offline.adapter_folder(folder=adapter) if adapter is not None else nullcontext() as folder:
         for path in offline.sample(settings, records, out, adapter=folder, sde=kernel is not None, floats=floats):
             typer.echo(str(path))
@@ -333,7 +333,7 @@ def _load_or_default(config: str | None, overrides: list[str]) -> Config:
     return load(config, overrides if config is not None or named else ["rewards={ocr: {}}", *overrides])
 
 
-def _prepare(config: Config, *, err: bool = False) -> Console:
+def prepare_command(config: Config, *, err: bool = False) -> Console:
     """Console, logging and signals of a command that works for a while."""
     from flowgrpo_ray.live import RunConsole, set_up_logging
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,11 +10,52 @@ import typer
 ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration file, or - for standard input")]
 OverridesArg = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over it, e.g. train.seed=7")]
+ServerOption = Annotated[str | None, typer.Option(
+    "--address", metavar="URL",
+    help="The cluster's dashboard, http://HOST:8265; default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS")]
+TokenOption = Annotated[str | None, typer.Option(
+    metavar="FILE", help="File with the cluster's token; default is RAY_AUTH_TOKEN, else Ray's own file")]
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
+    app.command(epilog="Example: flowgrpo-ray submit configs/sd35_medium_ocr.yaml run.dir=s3://bucket/runs "
+                       "--address http://localhost:8265")(submit)
     app.command(epilog="Example: flowgrpo-ray manifest my.yaml --overlay gpu-8 | kubectl apply -f -")(manifest)
+
+
+def submit(
+    config: ConfigArg, overrides: OverridesArg = None, address: ServerOption = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the run is submitted")] = False,
+    working_dir: Annotated[Path | None, typer.Option(
+        metavar="DIR", help="Send a whole folder too, but for what .gitignore and .rayignore name and for weights")] = None,
+    image_code: Annotated[bool, typer.Option(
+        "--image-code", help="Run the code of the cluster's image, not that of this checkout")] = False,
+    token_file: TokenOption = None,
+) -> None:
+    """Train on a Ray cluster, as a job of it.
+
+    Checks the configuration here, uploads the files that it names, your own rewards and the code of this checkout, follows
+    the log and exits with the run's exit code. Ctrl-C leaves the run to itself.
+    """
+    from flowgrpo_ray.cli import prepare_command
+    from flowgrpo_ray.cluster import job_server
+    from flowgrpo_ray.cluster import submit as submission
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    server = job_server.find(address, token_file)
+    settings = submission.load_for_job(config, overrides, working_dir)
+    prepare_command(settings, err=True)
+    ready = submission.prepare(settings, working_dir=working_dir, image_code=image_code)
+    job_id = submission.submit(ready, server, say)
+    if detach:
+        say(f"submitted {job_id} to {server.url}\n{submission.how_to(server, job_id)}")
+        typer.echo(job_id)
+        return
+    say(f"submitted {job_id} to {server.url}; Ctrl-C leaves it running")
+    raise typer.Exit(submission.follow_run(server, job_id, lambda text: typer.echo(text, nl=False), say))
 
 
 def manifest(

@@ -228,14 +228,16 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] | None = None) -> Config:
+def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] | None = None, *,
+         for_job: bool = False) -> Config:
     """Read a YAML 1.2 file in UTF-8, apply dotted overrides (`"sampling.group_size=8"`), and check the result.
 
     Args:
         path: a file or anything else that can be read like one, such as /dev/stdin; `-` is the standard input.
         overrides: applied in order; `rewards.NAME=null` drops a reward of the file.
 
-    Relative paths are of the working directory, and are absolute in what is returned (see `paths`).
+    Relative paths are of the working directory, and are absolute in what is returned (see `paths`); `for_job`: but for
+    `run.dir`, as in the Ray job that the configuration is submitted to.
 
     Raises:
         ConfigError: names every wrong key or value and the nearest right one.
@@ -248,7 +250,7 @@ def load(path: str | Path | None = None, overrides: list[str] | dict[str, Any] |
     for key, value in pairs:
         _lay_over(tree, key, value)
     config = from_tree(tree)
-    make_absolute(config)
+    make_absolute(config, for_job)
     return config
 
 

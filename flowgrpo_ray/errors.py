@@ -30,6 +30,10 @@ class ResourceError(FlowGrpoError):
     """The cluster cannot hold the actors that the configuration asks for, or they did not start in time."""
 
 
+class HubError(ConfigError):
+    """The Hugging Face Hub cannot be reached from here, or does not give a model to this account."""
+
+
 class ResumeError(ConfigError):
     """A run directory cannot be used as asked: its run has other settings or inputs, `run.resume` forbids it, or another
     process is writing it."""

@@ -30,20 +30,22 @@ def absolute_unless_name(path: str) -> str:
     return absolute(path) if is_path else path
 
 
-def make_absolute(section: Section) -> None:
+def make_absolute(section: Section, for_job: bool = False) -> None:
     """Make the paths of a configuration absolute, in place.
 
-    In a Ray job a relative `run.dir` stays as it is: no folder of the job outlives it, so `check_run_dir` rejects it.
+    In a Ray job, and with `for_job` before its submission, a relative `run.dir` stays as it is: no folder of the job outlives
+    it, so `check_run_dir` rejects it.
     """
+    for_job = for_job or in_ray_job()
     for name in type(section).model_fields:
         value, marks = getattr(section, name), marks_of(type(section), name)
         if isinstance(value, Section):
-            make_absolute(value)
+            make_absolute(value, for_job)
         elif isinstance(value, dict):
             for key, child in value.items():
                 if isinstance(child, RewardConfig):
                     child.options = _options(child.spec(key), child.options)
-        elif isinstance(value, str) and not ((type(section).__name__, name) == ("RunConfig", "dir") and in_ray_job()):
+        elif isinstance(value, str) and not ((type(section).__name__, name) == ("RunConfig", "dir") and for_job):
             if PATH in marks:
                 setattr(section, name, absolute(value))
             elif PATH_OR_NAME in marks:

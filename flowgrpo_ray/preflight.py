@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,12 @@ class Inputs:
     family: str
 
 
-def check(config: Config) -> Inputs:
+def check(config: Config, elsewhere: Collection[str] = ()) -> Inputs:
     """Read the prompts and check them, the rewards' options and the model's reachability.
+
+    Args:
+        elsewhere: keys of inputs that are only where the run will be (`model.path`, `data.train_prompts`); what depends on
+            them is not checked, and without the model the family is an empty string.
 
     Raises:
         ConfigError: names every input that is wrong and the nearest right one.
@@ -53,19 +58,23 @@ def check(config: Config) -> Inputs:
     _check_rewards(config)  # first: prompts are checked for the rewards
     problems, d = Problems(), config.data
     source = reader = rule = None
-    with problems.collected():
-        source = check_model(config.model)
-        rule, reader = _size_rule(source, config), PromptReader(source, config.model)
-        if config.lora.targets is not None or config.lora.init_from is not None:
-            check_adapter(source, config.model, config.lora)
+    if "model.path" not in elsewhere:
+        with problems.collected():
+            source = check_model(config.model)
+            rule, reader = _size_rule(source, config), PromptReader(source, config.model)
+            if config.lora.targets is not None or config.lora.init_from is not None and "lora.init_from" not in elsewhere:
+                check_adapter(source, config.model, config.lora)
     train: list[PromptRecord] = []
-    with problems.collected():
-        train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
+    if "data.train_prompts" not in elsewhere:
+        with problems.collected():
+            train = _prompts(config, "data.train_prompts", d.train_prompts, rule, reader)
     evaluation = train if d.eval_prompts == d.train_prompts else []
-    if d.eval_prompts and d.eval_prompts != d.train_prompts:
+    if d.eval_prompts and d.eval_prompts != d.train_prompts and "data.eval_prompts" not in elsewhere:
         with problems.collected():
             evaluation = _prompts(config, "data.eval_prompts", d.eval_prompts, rule, reader)
     problems.raise_found()
+    if source is None:
+        return Inputs(train, evaluation, "")
     _warn_of_rounding(source, config)
     _tell_of_ignored_negatives(config, source.family, train if evaluation is train else train + evaluation)
     return Inputs(train, evaluation, source.family)

@@ -13,6 +13,7 @@ from typing import Any
 from flowgrpo_ray import __version__
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft")
+COMMIT_FILE = "commit.json"  # beside this file in an uploaded package or an image: what `commit` returns
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -30,10 +31,15 @@ def versions() -> dict[str, str]:
 def commit(source: Path | None = None) -> dict[str, Any] | None:
     """`{"id": hash, "dirty": bool}` of the code of this package; None if it is not known.
 
-    It is known in a git working tree that tracks the package (`dirty`: tracked files differ from the commit), and for a
-    package that pip installed from a repository (PEP 610).
+    It is known in a git working tree that tracks the package (`dirty`: tracked files differ from the commit), for code that
+    came with a submitted job (COMMIT_FILE), and for a package that pip installed from a repository (PEP 610).
     """
     folder = source or Path(__file__).parent
+    try:
+        found = json.loads((folder / COMMIT_FILE).read_text())
+        return {"id": str(found["id"]), "dirty": bool(found["dirty"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is not None and (found := _git(folder, "rev-parse", "HEAD")):
         return {"id": found, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
     try:

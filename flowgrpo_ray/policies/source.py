@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_ray import waiting
-from flowgrpo_ray.errors import ConfigError, first_line, nearest
+from flowgrpo_ray.errors import ConfigError, HubError, first_line, nearest
 from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
@@ -222,7 +222,7 @@ def _fetch(model: ModelConfig, name: str) -> str:
         file = waiting.bounded(fetch, f"{name} of {model.path} from the Hugging Face Hub",
                                waiting.limits.hub, setting="run.hub_timeout_s")
     except GatedRepoError as error:
-        raise ConfigError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
+        raise HubError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
                           "`hf auth login` or set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(f"{where}: there is no such folder, and the hub has no model of that name (or it is private "
@@ -230,11 +230,11 @@ def _fetch(model: ModelConfig, name: str) -> str:
     except RevisionNotFoundError as error:
         raise ConfigError(f"{where}: the hub model has no revision {model.revision!r}") from error
     except LocalEntryNotFoundError as error:
-        raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
+        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
                           f"hub could not be reached ({first_line(error)})") from error
     except EntryNotFoundError as error:
         raise ConfigError(f"{where}: the hub model has no {name}, so it is not a diffusers pipeline") from error
     except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
-        raise ConfigError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
+        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
                           f"hub answered {first_line(error)}") from error
     return Path(file).read_text(encoding="utf-8")
