@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import ray
 
-from actors import head
+from actors import head, scaling
 from actors.colocated import ColocatedActor
 from actors.dispatch import Checked
 from actors.environments import check_environments, start_hint
@@ -116,13 +116,13 @@ class Controller:
             rewards[name] = ActorPool(
                 f"reward.{name}", pool.replicas, self._spawner(
                     self.reward_class, pool, f"reward.{name}", args, reward.environment),
-                prepare=_ready, start_hint=start_hint(name, reward.environment), rest_s=5.0, **common)
+                asks=scaling.asks(pool), start_hint=start_hint(name, reward.environment), rest_s=5.0, **common)
             self.pools.append(rewards[name])
         if not self.colocated:
             self.rollouts = ActorPool(
                 "rollout", p.rollout.replicas, self._spawner(self.rollout_class, p.rollout, "rollout",
                                                              (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
-                prepare=self._prepare, rest_s=5.0, needed=True, **common)
+                prepare=self._prepare, asks=scaling.asks(p.rollout), rest_s=5.0, needed=True, **common)
             self.pools.append(self.rollouts)
         self.learners = self.group_class(config, self.recorder.run_id, self.names,
                                          self.colocated_class if self.colocated else self.learner_class)
@@ -206,6 +206,7 @@ class Controller:
         started = time.perf_counter()
         self._reset_clocks()
         self._forgive_deaths()
+        self._leave_nodes()
         board, updates = StepBoard(self.config, plan, self.learners.world_size), []
         self.scoring.expect(sum(len(shard.rows) for shard in plan.shards))
         self.learners.cast("begin_step", plan, self._last.begin())
@@ -264,6 +265,7 @@ class Controller:
             ready = wait_for_events(self.pools, list(self.learners.pending), what, longest_s=0.25)
             for pool in self.pools:
                 pool.settle(ready)
+            scaling.make_room(self.pools)
             for ref in [ref for ref in self.learners.pending if ref in ready]:
                 value = self.learners.reap(ref)
                 self._learner_events.pop(ref, lambda _: None)(value)
@@ -299,8 +301,8 @@ class Controller:
         return [(ref, lambda reply: verify(reply, held))]
 
     def _prepare(self, handle: Any) -> Checked:
-        """A new actor answers once it is up and holds every published slot: birth and rebirth take one path."""
-        return _ready(handle) + [call for slot in self.published for call in self._load(handle, slot)]
+        """A new actor that is up answers that it holds every published slot: birth and rebirth take one path."""
+        return [call for slot in self.published for call in self._load(handle, slot)]
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
@@ -353,6 +355,7 @@ class Controller:
         """Evaluate raw and EMA weights at fixed seeds, and record their grids."""
         started, row = time.perf_counter(), {}
         self._forgive_deaths()
+        self._leave_nodes()
         self._need_negatives({text for shard in plan_evaluation(self.config, self.inputs.eval)
                               if (text := evaluation_negative(self.config, shard)) is not None})
         row |= self._evaluate("policy", step)
@@ -379,22 +382,43 @@ class Controller:
         for pool in self.pools:
             pool.forgive_deaths()
 
+    def scale(self, targets: dict[str, int]) -> str:
+        """Have other numbers of rollout and reward actors from now on, by pool: {"rollout": 8, "reward.ocr": 4}.
+
+        Returns at once with what is done, for the user. What comes out of the run does not depend on it. New actors are
+        made now; those that the cluster cannot hold stay asked for, which makes an autoscaler add nodes, and the others do
+        not wait for them. Where there are to be fewer, the last ones get no more work and end with the call that they are
+        at. A target holds until the next one, through deaths of actors; a resume starts with pools.*.replicas again.
+
+        Raises:
+            ConfigError: a target is not possible (an unknown pool, less than 1, the learners); then no pool is changed.
+        """
+        return scaling.scale(self.config, self.pools, targets)
+
+    def _leave_nodes(self) -> None:
+        """Keep nothing on nodes that no actor works on any more, so that a cluster can give them back."""
+        nodes = scaling.emptied(self.pools)
+        self._kept.forget(scaling.kept_on(nodes, self._kept.refs()))
+        self.sampling.forget_negatives(scaling.kept_on(nodes, self.sampling.negatives))
+
     def _reset_clocks(self) -> None:
         self._learner_seconds = self._learner_peak = self.sampling.peak_memory = 0
         scoring = self.scoring
         for counter in (self.sampling.seconds, self.sampling.calls, scoring.seconds, scoring.calls, scoring.images):
             counter.clear()
+        for pool in self.pools:
+            pool.restart_clock()
 
     def _speed(self, row: Row, seconds: float) -> Row:
         """Throughput, and the share of the step in which each role worked."""
-        p, images = self.config.pools, row["images"]
-        pools = [p.learner, *(self.config.reward_pool(name) for name in self.rewards)]
-        gpus = sum(pool.num_gpus * pool.replicas for pool in pools + ([] if self.colocated else [p.rollout]))
-        reward_actors = sum(len(pool.members) for pool in self.rewards.values())
+        images, learner = row["images"], self.config.pools.learner
+        worked = {pool.name: max(1e-9, pool.count_time()) for pool in self.pools}  # seconds, summed over actors
+        gpu_seconds = learner.num_gpus * learner.replicas * seconds + sum(
+            scaling.pool_config(self.config, name).num_gpus * each for name, each in worked.items() if name != "colocated")
         speed = {
             "images_per_s": images / seconds,
-            "busy_share/rollout": self.sampling.seconds.total() / (len(self.rollouts.members) * seconds),
-            "busy_share/reward": self.scoring.seconds.total() / (reward_actors * seconds),
+            "busy_share/rollout": self.sampling.seconds.total() / worked[self.rollouts.name],
+            "busy_share/reward": self.scoring.seconds.total() / sum(worked[pool.name] for pool in self.rewards.values()),
             "busy_share/learner": self._learner_seconds / (self.learners.world_size * seconds),
             "time_sample_call": self.sampling.seconds["sample"] / max(1, self.sampling.calls["sample"]),
             "time_reward_call": self.scoring.seconds.total() / max(1, self.scoring.calls.total()),
@@ -403,10 +427,10 @@ class Controller:
         }
         speed |= {f"time_score_image/{name}": self.scoring.seconds[name] / count
                   for name, count in self.scoring.images.items()}
-        speed |= {f"pool_actors/{pool.name}": len(pool.members) for pool in self.pools}
+        speed |= {f"pool_actors/{pool.name}": pool.alive for pool in self.pools}
         peaks = {"rollout": self.sampling.peak_memory, "learner": self._learner_peak}
         speed |= {f"peak_memory/{role}": value for role, value in peaks.items() if value}
-        return speed | ({"images_per_gpu_s": images / seconds / gpus} if gpus else {})
+        return speed | ({"images_per_gpu_s": images / gpu_seconds} if gpu_seconds else {})
 
     def _record(self, row: Row) -> None:
         """Add the totals since the start of the run, and record the row."""
@@ -432,7 +456,3 @@ class Controller:
             totals[f"actors_taken_out/{pool.name}"] = pool.counts["taken_out"]
             totals[f"calls_repeated/{pool.name}"] = pool.counts["repeated"]
         return {key: value + before.get(key, 0) for key, value in totals.items()}
-
-
-def _ready(handle: Any) -> Checked:
-    return [(handle.ready.remote(), lambda pid: None)]

@@ -123,6 +123,9 @@ class Member:
     node_id: str = ""  # Ray's
     replaces: bool = False  # one that was at work
     was_ready: bool = False
+    newcomer: bool = False  # added by `resize`, and not ready yet
+    draining: bool = False  # ends with its last call
+    outdated: bool = False  # draining, and without the newest weights
     failed_starts: int = 0  # in a row
     rests_until: float = 0.0  # after a start that failed
     record: FailureRecord = field(default_factory=FailureRecord)
@@ -131,16 +134,35 @@ class Member:
     def ready(self) -> bool:
         return self.handle is not None and not self.starting
 
+    @property
+    def up(self) -> bool:
+        """Its constructor is through."""
+        return self.pid != 0
+
+    @property
+    def busy(self) -> bool:
+        """It has calls whose answers are still awaited."""
+        return not all(running.task.settled for running in self.running.values())
+
+
+def serving(members: Sequence[Member]) -> list[Member]:
+    """All but those that `resize` has added and that are not ready yet, and those that it ends."""
+    return [m for m in members if not (m.newcomer or m.draining)]
+
 
 def trusted(members: Sequence[Member], max_failures: int) -> list[Member]:
     """Living actors but those whose last failures may all be their own; all, if none is left."""
-    living = [m for m in members if m.handle is not None]
+    living = [m for m in serving(members) if m.handle is not None]
     return [m for m in living if m.record.possible < max_failures] or living
 
 
 def candidates(task: Task, members: Sequence[Member], max_failures: int) -> list[Member]:
     """Actors that may do a task; of one that has failed, the least suspect that did not fail it."""
-    others = [m for m in members if m.handle is not None and m.incarnation not in task.failed_on]
+    others = [
+        m
+        for m in serving(members)
+        if m.handle is not None and m.incarnation not in task.failed_on
+    ]
     if not task.failed_on or not others:
         return trusted(members, max_failures)
     least = min(m.record.possible for m in others)

@@ -47,6 +47,9 @@ class KeptConditionings:
     def __getitem__(self, prompt: int) -> ray.ObjectRef:
         return self._kept[prompt][0]
 
+    def refs(self) -> dict[int, ray.ObjectRef]:
+        return {prompt: ref for prompt, (ref, _) in self._kept.items()}
+
     def keep(self, prompt: int, ref: ray.ObjectRef, nbytes: int) -> bool:
         """Whether there was room for it."""
         if self.nbytes + nbytes > self._budget:
@@ -56,7 +59,7 @@ class KeptConditionings:
         return True
 
     def forget(self, prompts: Sequence[int]) -> None:
-        """They were lost, with the node that held them."""
+        """They were lost, with the node that held them, or that node shall hold them no longer."""
         for prompt in prompts:
             self.nbytes -= self._kept.pop(prompt, (None, 0))[1]
 

@@ -6,136 +6,53 @@ The pool decides who does a task and how often; it never decides what the task i
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import head
 from actors.dispatch import (
-    EVENTS,
     ActorKilledError,
-    Checked,
     FailureRecord,
     Member,
     NoActorError,
     Running,
     Task,
     match,
+    serving,
     trusted,
 )
-from actors.environments import setup_reason
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, counted, first_line, message_of
-from flowgrpo_ray.status import PoolStatus
+from actors.lifecycle import Members
+from flowgrpo_ray.errors import FlowGrpoError, counted, first_line
 
 log = logging.getLogger(__name__)
 
-# How tracebacks of Python tell an error of ours, to the end of its message, and where the next error of a chain begins.
-_OWN = re.compile(r"^flowgrpo_ray\.[\w.]+Error: .*", re.DOTALL | re.MULTILINE)
-_CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause of the following exception|"
-                      r"During handling of the above exception, another exception occurred):\n\n")
 
-class ActorPool:
-    """`replicas` actors of one kind.
+class ActorPool(Members):
+    """Actors and the tasks that they do.
 
     Args:
-        spawn: makes the actor of a member index and incarnation.
-        prepare: calls that the new actor has to answer before it gets work, each with a check of the answer that raises
-            where it is wrong (a rollout actor loads and proves the current adapter here).
         depth: calls in flight per actor; 2 hides the driver's latency.
-        max_deaths: more deaths than these (actors taken out are counted with them), since the start or the last
-            `forgive_deaths`, and the pool gives up. What hangs is not counted: its task fails, and what that means is for the
-            task's owner to say.
-        max_failures_in_a_row: an actor that has failed so many calls in a row, all of which others then did well, is taken
-            out and replaced. While that is open it gets no work, if others are there to do it.
-        start_hint: ends the error for an actor that was not ready in time.
-        rest_s: an actor that replaces another and cannot start is tried again after so many seconds, twice as many each time,
-            60 s at most; where no other actor is left, the tasks that waited for it fail with `NoActorError`. None: the first
-            such failure is raised, as that of a first start always is.
-        needed: the run cannot go on without an actor: where no other one is left, a failed start is raised.
+        args, kwargs: of `Members`.
     """
 
-    def __init__(
-        self, name: str, replicas: int, spawn: Callable[[int, int], Any], *, prepare: Callable[[Any], Checked],
-        start_timeout_s: float, max_deaths: int, max_failures_in_a_row: int = 3, depth: int = 2, respawns: bool = True,
-        start_hint: str = "", rest_s: float | None = None, needed: bool = False,
-    ) -> None:
-        self.name, self.depth = name, depth
-        self._spawn, self._prepare = spawn, prepare
-        self._start_timeout, self._max_deaths, self._respawns = start_timeout_s, max_deaths, respawns
-        self._max_failures, self._start_hint = max_failures_in_a_row, start_hint
-        self._rest, self._needed = rest_s, needed
+    def __init__(self, *args: Any, depth: int = 2, **kwargs: Any) -> None:
+        self.depth = depth
         self._queue: list[Task] = []
-        self.counts: Counter[str] = Counter()  # deaths, taken_out, repeated, timeouts, failed_starts, late_answers
-        self._forgiven = 0  # actors lost
-        self._incarnation = 0
         self._late: list[ray.ObjectRef] = []
-        self.members = [self._new_member(index) for index in range(replicas)]
-
-    # Members ----------------------------------------------------------------------------------------------------------
-
-    def _new_member(self, index: int, **history: Any) -> Member:
-        incarnation = self._incarnation
-        handle = self._spawn(index, incarnation)
-        self._incarnation += 1
-        return Member(index, incarnation, handle, self._prepare(handle), time.monotonic() + self._start_timeout, **history)
-
-    def _respawn(self, member: Member) -> None:
-        """A new actor in the place of one that is gone."""
-        self.members[self.members.index(member)] = self._new_member(
-            member.index, replaces=True, failed_starts=member.failed_starts)
-
-    def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
-        """Make every member answer further calls before it gets more work (a new adapter is out)."""
-        for member in self.members:
-            if not all(running.task.settled for running in member.running.values()):  # a call taken over may still be about
-                raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
-            if member.handle is None:
-                continue  # it rests, and is prepared when it is started
-            member.starting = [*member.starting, *prepare(member.handle)]
-            member.start_deadline = time.monotonic() + self._start_timeout
-
-    def forgive_deaths(self) -> None:
-        """A new step: deaths so far do not count against `max_deaths` any more."""
-        self._forgiven = self._lost
-
-    @property
-    def _lost(self) -> int:
-        return self.counts["deaths"] + self.counts["taken_out"]
-
-    @property
-    def all_ready(self) -> bool:
-        """No actor is starting, and there are some; those that rest after a start that failed are not waited for."""
-        return not any(member.starting for member in self.members) and any(member.ready for member in self.members)
+        super().__init__(*args, **kwargs)
 
     @property
     def idle(self) -> bool:
         """Nothing queued and no answer awaited."""
-        return not self._queue and all(running.task.settled for member in self.members for running in member.running.values())
+        return not self._queue and not any(member.busy for member in self.members)
 
     def queued(self, method: str) -> bool:
         """Whether calls of a method wait for an actor."""
         return any(task.method == method for task in self._queue)
-
-    def activity(self) -> list[str]:
-        """What each actor is doing, for the live view."""
-        return [
-            "starting" if m.starting else "cannot start" if not m.ready else next(
-                (r.task.what for r in m.running.values()), "idle") for m in self.members
-        ]
-
-    def status(self) -> PoolStatus:
-        """The state of the pool now; no call is made for it."""
-        ready = [m for m in self.members if m.ready]
-        return PoolStatus(
-            target=len(self.members), ready=len(ready), starting=len(self.members) - len(ready),
-            busy=sum(bool(m.running) for m in ready), queued=len(self._queue),
-            counts={event: self.counts[event] for event in EVENTS},
-            nodes=dict(Counter(m.node for m in self.members if m.node)))
 
     # Work -------------------------------------------------------------------------------------------------------------
 
@@ -154,14 +71,14 @@ class ActorPool:
         task.settled = False
         self.counts["repeated"] += 1
         if on_fresh_actor and self._respawns and not self.has_another(task):
-            ready = [member for member in self.members if member.ready]
+            ready = [member for member in serving(self.members) if member.ready]
             if ready:
                 self._take_out(min(ready, key=lambda m: (len(m.running), m.index)), f"all actors failed at {task.what}")
         self.submit(task)
 
     def has_another(self, task: Task) -> bool:
         """Whether an actor is alive that has not failed a task."""
-        return any(m.handle is not None and m.incarnation not in task.failed_on for m in self.members)
+        return any(m.handle is not None and m.incarnation not in task.failed_on for m in serving(self.members))
 
     def pump(self) -> None:
         """Give queued tasks, in plan order, to actors that are free for them."""
@@ -206,20 +123,16 @@ class ActorPool:
     def next_deadline(self) -> float:
         deadlines = [m.start_deadline if m.starting else m.rests_until for m in self.members if not m.ready]
         deadlines += [r.deadline for m in self.members for r in m.running.values()]
-        return min(deadlines, default=float("inf"))
+        return min([self._remind_at, *deadlines])
 
     def settle(self, ready: set[ray.ObjectRef]) -> None:
         """Deal with finished calls and with deadlines that have passed, then hand out more work."""
+        self.count_time()
         for member in list(self.members):
             if member.starting and member.starting[0][0] in ready:
                 self._go_on_starting(member)
             elif member.starting and time.monotonic() > member.start_deadline:
-                free, total = ray.available_resources(), ray.cluster_resources()
-                left = ", ".join(f"{kind} {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
-                self._cannot_start(member, ResourceError(
-                    f"pool {self.name}: actor {member.index} was not ready within {self._start_timeout:g} s "
-                    f"(pools.start_timeout_s): it waits for resources, or is still loading; free now, over all nodes: "
-                    f"{left}{self._start_hint}"))
+                self._too_late(member)
             elif member.handle is None and time.monotonic() > member.rests_until:
                 self._respawn(member)
             for ref in [ref for ref in member.running if ref in ready]:
@@ -228,55 +141,9 @@ class ActorPool:
             self._expire(member)
         for member in [m for m in self.members if m.record.own >= self._max_failures]:
             self._take_out(member, f"{counted(member.record.own, 'call')} in a row failed on it and were done by others")
+        self._end_drained()
+        self._remind()
         self.pump()
-
-    def _go_on_starting(self, member: Member) -> None:
-        """Take the first answer that a starting actor owes."""
-        ref, check = member.starting[0]
-        try:
-            value = ray.get(ref, timeout=60)
-        except RayTaskError as error:
-            failure = _start_error(self.name, member, error)
-            if isinstance(error.cause, SyncError | ConfigError):
-                raise failure from error  # trying again cannot help
-            self._cannot_start(member, failure)
-            return
-        except RayActorError as error:
-            if getattr(error, "actor_init_failed", False):
-                self._cannot_start(member, _start_error(self.name, member, error))
-            else:
-                self._died(member, f"while starting: {first_line(error)}")
-            return
-        except RuntimeEnvSetupError as error:
-            self._cannot_start(member, FlowGrpoError(
-                f"pool {self.name}: the environment of actor {member.index} could not be made: {setup_reason(error)}"))
-            return
-        check(value)
-        if not member.pid:
-            member.pid, member.node, member.node_id = value  # the first answer is `ready`'s
-        member.starting.pop(0)
-        if not member.starting:
-            member.failed_starts, member.was_ready = 0, True
-
-    def _cannot_start(self, member: Member, error: FlowGrpoError) -> None:
-        """A first start that fails is the run's failure; a later one may be for a while, and is for its tasks to deal with."""
-        if member.was_ready and self._respawns:  # it fails at what it is told between two pieces of work, as new weights
-            self._take_out(member, message_of(error))
-            return
-        alone = not any(m.ready or m.starting for m in self.members if m is not member)
-        if self._rest is None or not member.replaces or self._needed and alone:
-            raise error
-        self.counts["failed_starts"] += 1
-        ray.kill(member.handle)
-        rest = min(60.0, self._rest * 2**member.failed_starts)
-        log.warning("%s; it is tried again in %g s", error, rest)
-        self.members[self.members.index(member)] = Member(
-            member.index, member.incarnation, None, [], 0.0, replaces=True, failed_starts=member.failed_starts + 1,
-            rests_until=time.monotonic() + rest)
-        if alone:
-            waiting, self._queue = self._queue, []
-            for task in waiting:
-                self._settle(task, NoActorError(f"no actor of the pool could be started again: {error}"))
 
     def _finish(self, member: Member, ref: ray.ObjectRef) -> None:
         try:
@@ -315,6 +182,12 @@ class ActorPool:
             for member in self.members:
                 member.record.forget(task)
 
+    def _give_up(self, error: FlowGrpoError) -> None:
+        """No actor is left, and none can be started for now."""
+        waiting, self._queue = self._queue, []
+        for task in waiting:
+            self._settle(task, NoActorError(f"no actor of the pool could be started again: {error}"))
+
     def _done_by_another(self, task: Task, member: Member | None = None) -> bool:
         return any(running.task is task for m in self.members if m is not member for running in m.running.values())
 
@@ -329,6 +202,7 @@ class ActorPool:
         """An actor is gone: not its tasks' fault until one of them has killed two."""
         head.check()  # it went with Ray
         self.counts["deaths"] += 1
+        self._excused += member.draining
         log.warning("pool %s: actor %d died (%s)", self.name, member.index, why)
         self._salvage(member)
         # Calls run one at a time, so the oldest is the one that can have killed the actor; the others only waited.
@@ -356,6 +230,7 @@ class ActorPool:
             member.record = FailureRecord()
             return
         self.counts["taken_out"] += 1
+        self._excused += member.draining
         log.warning("pool %s: actor %d is replaced: %s", self.name, member.index, why)
         self._salvage(member)
         ray.kill(member.handle)
@@ -364,13 +239,16 @@ class ActorPool:
     def _replace(self, member: Member, why: str = "died") -> None:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
-        if self._lost - self._forgiven > self._max_deaths:
+        if not member.draining and self._lost - self._forgiven > self._max_deaths:
             raise FlowGrpoError(f"pool {self.name}: more than {counted(self._max_deaths, 'actor')} died or were "
                                 "taken out within one step (pools.max_actor_deaths)")
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()
-        self._respawn(member)
+        if member.draining:
+            self._remove(member)
+        else:
+            self._respawn(member)
         for task in tasks:
             if task.kills >= 2:
                 self._settle(task, ActorKilledError(f"{task.what} has killed two actors of pool {self.name}"))
@@ -414,15 +292,3 @@ class ActorPool:
             if member.handle is not None:
                 ray.kill(member.handle)
 
-
-def _start_error(pool: str, member: Member, error: RayError) -> FlowGrpoError:
-    """What a user has to know where an actor could not start, or take new weights: our own errors without the traceback."""
-    if isinstance(getattr(error, "cause", None), FlowGrpoError):
-        text = message_of(error.cause)
-    else:
-        text = str(error)
-        # Of errors that are raised from one another the last one is what the code that knows most has to say.
-        own = [part.partition("Error: ")[2] for part in _CHAINED.split(text) for part in _OWN.findall(part)]
-        text = own[-1].strip() if own else text
-    what = "take new weights" if member.was_ready else "start"
-    return FlowGrpoError(f"pool {pool}: actor {member.index} could not {what}: {text}")

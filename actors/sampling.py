@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import ray
 from ray.exceptions import ObjectLostError
 
-from actors.dispatch import Task
+from actors.dispatch import Task, serving
 from actors.pool import ActorPool
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
@@ -32,7 +32,7 @@ class Sampling:
     def __init__(self, config: Config, pool: ActorPool, family: str) -> None:
         self._timeout, self._offload = config.pools.rollout.timeout_s, config.model.offload_encoders
         self._pool, self._cfg = pool, family in CFG_FAMILIES
-        self._negatives: dict[str, ray.ObjectRef] = {}
+        self.negatives: dict[str, ray.ObjectRef] = {}  # conditionings, by text
         self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
         self.peak_memory = 0  # largest accelerator bytes of a call
@@ -45,7 +45,7 @@ class Sampling:
         Where encoders are offloaded, a call takes many prompts, as every call moves them to the GPU and back. The bits of a
         conditioning do not depend on the others of its call.
         """
-        share = math.ceil(len(records) / len(self._pool.members))
+        share = math.ceil(len(records) / max(1, len(serving(self._pool.members))))
         size = min(MAX_PROMPTS, max(1, share)) if self._offload else 1
         for first in range(0, len(records), size):
             part = list(records[first : first + size])
@@ -61,15 +61,20 @@ class Sampling:
     def encode_negatives(self, texts: Sequence[str]) -> None:
         """Encode negative prompts, each once per run."""
         self.encode([PromptRecord(prompt=text) for text in texts], [(-1,)] * len(texts),
-                    lambda number, ref, _: self._negatives.__setitem__(texts[number], ref))
+                    lambda number, ref, _: self.negatives.__setitem__(texts[number], ref))
 
     def has_negative(self, text: str) -> bool:
         """Whether a negative prompt is encoded, or is of no use to a model of this family."""
-        return not self._cfg or text in self._negatives
+        return not self._cfg or text in self.negatives
+
+    def forget_negatives(self, texts: Sequence[str]) -> None:
+        """Between two steps: they are encoded again when they are needed."""
+        for text in texts:
+            del self.negatives[text]
 
     def negative(self, text: str | None) -> ray.ObjectRef | None:
         """The conditioning of a negative prompt; None where there is no CFG pass."""
-        return self._negatives[text] if self._cfg and text is not None else None
+        return self.negatives[text] if self._cfg and text is not None else None
 
     def sample(
         self, what: str, order: tuple, request: SampleRequest, negative: str | None, conditionings: Sequence[ray.ObjectRef],

@@ -72,8 +72,7 @@ class Pool:
             return ray.remote(RewardActor).options(**options).remote(
                 name, reward.spec(name), reward.options, reward.self_test, config.reward_pool(name).nice)
 
-        self.pool = ActorPool(f"reward.{name}", replicas, spawn, start_timeout_s=config.pools.start_timeout_s, max_deaths=0,
-                              prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)])
+        self.pool = ActorPool(f"reward.{name}", replicas, spawn, start_timeout_s=config.pools.start_timeout_s, max_deaths=0)
         self.scoring, self.name = Scoring(config, {name: self.pool}), name
         drive([self.pool], lambda: self.pool.all_ready, "the actors")
 

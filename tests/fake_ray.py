@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from ray.exceptions import RayActorError, RayTaskError
+
+from actors import lifecycle, pool
 
 
 class Ref:
@@ -63,7 +66,7 @@ class Handle:
 
 
 class FakeRay:
-    """Stands in the place of the module `ray` in actors.pool."""
+    """Stands in the place of the module `ray` in what a pool is made of (`install`)."""
 
     ObjectRef = Ref
 
@@ -93,3 +96,8 @@ class FakeRay:
         return {}
 
     cluster_resources = available_resources
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lifecycle, pool):
+        monkeypatch.setattr(module, "ray", FakeRay)

@@ -38,7 +38,7 @@ class Bench:
                     name, reward.spec(name), reward.options, reward.self_test, cpu_threads=threads,
                     group_size=self.config.sampling.group_size)
             self.pools[name] = ActorPool(
-                f"reward.{name}", self.replicas, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
+                f"reward.{name}", self.replicas, spawn,
                 start_timeout_s=self.start_timeout_s, max_deaths=self.max_deaths, rest_s=0.2)
         self.scoring = Scoring(self.config, self.pools)
         self.drive(lambda: all(pool.all_ready for pool in self.pools.values()))

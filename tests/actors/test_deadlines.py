@@ -30,7 +30,7 @@ class Bench:
         self.failed: list[Exception] = []
         self.pool = ActorPool(
             "worker", 1, lambda *_: ray.remote(ordered.Worker).options(num_cpus=0.1, max_restarts=0).remote(),
-            prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)], start_timeout_s=120, max_deaths=4)
+            start_timeout_s=120, max_deaths=4)
         self.drive(lambda: self.pool.all_ready)
 
     def drive(self, until: Callable[[], bool]) -> None:

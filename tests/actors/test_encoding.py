@@ -6,10 +6,9 @@ import logging
 from collections import Counter
 
 import pytest
-from fake_ray import FakeRay, Handle
+from fake_ray import Handle, install
 from ray.exceptions import ObjectLostError
 
-from actors import pool as pool_module
 from actors.evaluation import KeptConditionings, start_evaluation
 from actors.pool import ActorPool
 from actors.process import Process
@@ -48,7 +47,6 @@ class Site:
             "rollout",
             actors,
             self.spawn,
-            prepare=lambda handle: [(handle.ready.remote(), lambda _: None)],
             start_timeout_s=60,
             max_deaths=4,
         )
@@ -90,7 +88,7 @@ class Site:
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    monkeypatch.setattr(pool_module, "ray", FakeRay)
+    install(monkeypatch)
 
 
 @pytest.mark.parametrize(

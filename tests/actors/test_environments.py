@@ -64,7 +64,7 @@ class Pool:
             return ray.remote(RewardActor).options(**options).remote("mine", self.spec, self.options)
 
         self.pool = ActorPool(
-            "reward.mine", 1, spawn, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
+            "reward.mine", 1, spawn,
             start_timeout_s=self.start_timeout_s, max_deaths=0, start_hint=start_hint("mine", environment))
         try:
             self._drive(lambda: self.pool.all_ready)

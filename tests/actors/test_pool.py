@@ -25,8 +25,7 @@ class Two:
         self.done: list[tuple[int, int]] = []
         self.failed: list[Exception] = []
         remote = ray.remote(ordered.Halting).options(num_cpus=0.1, max_restarts=0)
-        self.pool = ActorPool("worker", 2, lambda index, _: remote.remote(folder, index), max_deaths=4, start_timeout_s=120,
-                              prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)])
+        self.pool = ActorPool("worker", 2, lambda index, _: remote.remote(folder, index), max_deaths=4, start_timeout_s=120)
         self.drive(lambda: self.pool.all_ready)
 
     def drive(self, until: Callable[[], bool]) -> None:
@@ -118,7 +117,7 @@ def test_a_failure_of_the_only_actor_at_a_call_counts(two, tmp_path):
 def test_of_an_actor_that_cannot_start_the_last_error_is_told_without_tracebacks(where, message):
     actor = ray.remote(RewardActor).options(num_cpus=0.1, max_restarts=0)
     pool = ActorPool("reward.mine", 1, lambda *_: actor.remote("mine", "own_rewards:Breaking", {"where": where}), max_deaths=0,
-                     start_timeout_s=120, prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)])
+                     start_timeout_s=120)
     with pytest.raises(FlowGrpoError) as error:
         drive([pool], lambda: pool.all_ready, "the test")
     pool.shutdown()

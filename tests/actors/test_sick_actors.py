@@ -8,12 +8,11 @@ from collections.abc import Collection
 
 import numpy as np
 import pytest
-from fake_ray import FakeRay, Handle
+from fake_ray import Handle, install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scoring_bench import Bench, config_of, random_images
 
-from actors import pool as pool_module
 from actors.dispatch import Task
 from actors.pool import ActorPool
 from actors.process import Process
@@ -45,7 +44,6 @@ class Site:
             self.spawn,
             start_timeout_s=60,
             max_deaths=16,
-            prepare=lambda handle: [(handle.ready.remote(), lambda pid: None)],
             **more,
         )
         self.start()
@@ -94,7 +92,7 @@ class Site:
 @pytest.fixture(autouse=True)
 def without_ray(request, monkeypatch):
     if "ray_cluster" not in request.fixturenames:
-        monkeypatch.setattr(pool_module, "ray", FakeRay)
+        install(monkeypatch)
 
 
 def submitted(site: Site, count: int, attempts: int = 3) -> tuple[list[int], list[Exception]]:
@@ -221,7 +219,7 @@ def test_whatever_the_order_every_task_is_done_while_fewer_actors_are_sick_than_
         st.sets(st.integers(0, replicas - 1), max_size=min(replicas - 1, MAX_ATTEMPTS - 1))
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_module, "ray", FakeRay)
+        install(patch)
         site = Site(replicas, sick)
         done, lost = submitted(site, tasks, MAX_ATTEMPTS)
         site.play(random.Random(seed))
