@@ -125,7 +125,6 @@ class Member:
     was_ready: bool = False
     newcomer: bool = False  # added by `resize`, and not ready yet
     draining: bool = False  # ends with its last call
-    outdated: bool = False  # draining, and without the newest weights
     failed_starts: int = 0  # in a row
     rests_until: float = 0.0  # after a start that failed
     record: FailureRecord = field(default_factory=FailureRecord)

@@ -172,9 +172,7 @@ class Members:
         for member in self.members:
             if not all(running.task.settled for running in member.running.values()):  # a call taken over may still be about
                 raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
-            if member.draining:
-                member.outdated = True
-            elif member.up:  # others get what is current then: a call that waits for an actor would keep its weights alive
+            if member.up:  # others get what is current then: a call that waits for an actor would keep its weights alive
                 member.starting = [*member.starting, *prepare(member.handle)]
                 if member.was_ready:
                     member.start_deadline = time.monotonic() + self._start_timeout
@@ -263,7 +261,7 @@ class Members:
             self._retire(member)
         missing = target - len(staying)
         for member in self.members:
-            if missing > 0 and member.draining and not member.outdated:
+            if missing > 0 and member.draining:  # it is busy, and so holds the newest weights
                 member.draining = False
                 missing -= 1
         taken = {m.index for m in self.members}
@@ -272,6 +270,7 @@ class Members:
             self.members.append(self._new_member(next(free), newcomer=True))
             self._remind_at = time.monotonic() + REMIND_S
         self.members.sort(key=lambda m: m.index)
+        self.count_time()
         self.pump()
 
     def _retire(self, member: Member) -> None:
@@ -311,7 +310,7 @@ class Members:
         waiting = [m for m in self.members if m.newcomer and not m.up]
         if not waiting:
             self._remind_at = float("inf")
-        elif time.monotonic() > self._remind_at:
+        elif time.monotonic() >= self._remind_at:
             self._remind_at = time.monotonic() + REMIND_S
             log.warning("pool %s: %d of %d actors are not up: they wait for resources%s, or load; free now, over all nodes: "
                         "%s; the run goes on with the others", self.name, len(waiting), self.target,

@@ -46,6 +46,15 @@ class Teller(RolloutActor):
         return answer
 
 
+class Gated(RolloutActor):
+    """Samples with version v once the file `go-v` is there, and tells that it could."""
+
+    def sample(self, request, negative, *conditionings):
+        event(f"samples-{request.version}-{os.getpid()}").touch()
+        wait_for(f"go-{request.version}", seconds=240)
+        return super().sample(request, negative, *conditionings)
+
+
 class TellingReward(RewardActor):
     """Tells how many images it has scored."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flowgrpo_ray.checkpoint import latest, open_checkpoint
 from flowgrpo_ray.config import Config, load
 from flowgrpo_ray.learning.state import read_learner_state
 from flowgrpo_ray.metrics import Row, read_metrics
+from flowgrpo_ray.status import PoolStatus
 
 SMALL = {
     "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},
@@ -77,6 +79,34 @@ class Killer(Watcher):
                     self.left.discard(pool.name)
                     os.kill(member.pid, signal.SIGKILL)
                     break
+
+
+class Script(Watcher):
+    """Interferes with a run as a generator says, which goes on whenever the driver has handled its events.
+
+    Rollout actors of class `ordered.Gated` wait for `go`, so that nothing depends on how fast anything is.
+    """
+
+    def __init__(self, script: Callable[[Script], Iterator[None]], folder: Path) -> None:
+        super().__init__()
+        self._script, self._folder, self.answers = script(self), folder, []
+
+    def activity(self, doing: dict[str, list[str]]) -> None:
+        next(self._script, None)
+
+    def scale(self, **targets: int) -> None:
+        self.answers.append(self.controller.scale({name.replace("__", "."): n for name, n in targets.items()}))
+
+    def status(self, pool: str) -> PoolStatus:
+        return next(each.status() for each in self.controller.pools if each.name == pool)
+
+    def samples(self, version: int) -> int:
+        """Actors that have been given samples of a version."""
+        return len(list(self._folder.glob(f"samples-{version}-*")))
+
+    def go(self, *versions: int) -> None:
+        for version in versions:
+            (self._folder / f"go-{version}").touch()
 
 
 @dataclass

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import ordered
 import pytest
 import ray
 from reference import train_reference
-from runs import Killer, Watcher, assert_same_bits, run, small_config
+from runs import Killer, Script, Watcher, assert_same_bits, run, small_config
 
 from flowgrpo_ray.metrics import METRICS, deterministic
 from flowgrpo_ray.preflight import check
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+OCR = {"rewards": {"ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}}}, "sampling.num_steps": 8,
+       "sampling.groups_per_step": 2, "pools.reward": {"ocr": {"num_cpus": 0.1}}}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,50 @@ def test_three_rollout_and_two_reward_actors(baseline, folder):
     assert_same_result(baseline, run(config))
 
 
+def test_pools_that_are_scaled_in_mid_step(baseline, folder, tmp_path):
+    finished, watcher = scaled(folder, tmp_path, "jpeg_compressibility", {})
+    assert_same_result(baseline, finished)
+    assert watcher.answers == ["rollout: 1 -> 3 actors; reward.jpeg_compressibility: 1 -> 2 actors",
+                               "rollout: 3 -> 1 actor"]
+    last = finished.rows[-1]
+    assert (last["pool_actors/rollout"], last["pool_actors/reward.jpeg_compressibility"]) == (1, 2)
+    assert all(0 < row[f"busy_share/{role}"] <= 1 for row in finished.rows for role in ("rollout", "reward"))
+    assert not any(value for key, value in last.items() if key.startswith(("actor_deaths", "actors_taken", "failed_st")))
+
+
+@pytest.mark.slow
+def test_ocr_actors_that_are_scaled_in_mid_step(folder, tmp_path):
+    finished, _ = scaled(folder, tmp_path, "ocr", OCR)
+    assert_same_result(run(small_config(folder, "ocr-unscaled", overrides=OCR)), finished)
+
+
+def scaled(folder, tmp_path, reward, overrides):
+    """A run whose pools go from 1 to 3 rollout actors in its second step, back to 1 while all 3 sample, and from 1 to 2
+    reward actors."""
+
+    def script(watcher):
+        watcher.go(0)
+        while not watcher.samples(version=1):
+            yield
+        watcher.scale(rollout=3, **{f"reward__{reward}": 2})
+        while watcher.samples(version=1) < 3 or watcher.status(f"reward.{reward}").ready < 2:
+            yield
+        assert watcher.status("rollout").busy == watcher.status("rollout").target == 3
+        watcher.scale(rollout=1)
+        assert (watcher.status("rollout").busy, watcher.status("rollout").draining) == (1, 2)
+        watcher.go(1)
+        while not watcher.samples(version=2):
+            yield
+        assert watcher.status("rollout") == replace(watcher.status("rollout"), target=1, ready=1, starting=0, draining=0)
+        watcher.go(2)
+
+    watcher = Script(script, tmp_path)
+    config = small_config(folder, f"scaled-{reward}", overrides={**overrides, "pools.rollout.env": {"EVENTS": str(tmp_path)}})
+    finished = run(config, watcher, rollout_class=ordered.Gated)
+    assert watcher.samples(version=1) == 3 and watcher.samples(version=2) == 1
+    return finished, watcher
+
+
 def test_colocated(baseline, folder):
     assert_same_result(baseline, run(small_config(folder, "colocated", overrides={"pools.placement": "colocated"})))
 
@@ -82,12 +131,9 @@ def test_two_ranks_split_and_colocated_agree(folder):
 
 def test_one_and_two_ocr_actors(folder, tmp_path):
     """Real PaddleOCR: which actor reads a shard, and beside what, changes no score."""
-    ocr = {"rewards": {"ocr": {"options": {"mode": "recognition", "normalize": "alnum", "width": 80}}},
-           "sampling.num_steps": 8, "sampling.groups_per_step": 2}
-
     def config(replicas: int):
         pool = {"num_cpus": 0.1, "replicas": replicas, "env": {"EVENTS": str(tmp_path)}}
-        return small_config(folder, f"ocr-{replicas}", steps=2, overrides={**ocr, "pools.reward": {"ocr": pool}})
+        return small_config(folder, f"ocr-{replicas}", steps=2, overrides={**OCR, "pools.reward": {"ocr": pool}})
 
     one, two = run(config(1)), run(config(2), reward_class=ordered.ScoresBesideAnother)
     assert len(list(tmp_path.glob("scoring-*"))) == 2
