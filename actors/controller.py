@@ -28,7 +28,8 @@ from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
 from flowgrpo_ray import startup, storage
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.errors import FlowGrpoError
+from flowgrpo_ray.errors import FlowGrpoError, SyncError
+from flowgrpo_ray.exporter import Exporter, Sink
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step, training_negative
 from flowgrpo_ray.preflight import Inputs, scope_of
@@ -68,7 +69,10 @@ class Controller:
     colocated_class: type = ColocatedActor
     group_class: type = LearnerGroup
 
-    def __init__(self, config: Config, inputs: Inputs, recorder: Recorder, observer: Observer) -> None:
+    def __init__(
+        self, config: Config, inputs: Inputs, recorder: Recorder, observer: Observer, sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.exporter = Exporter(config, recorder.run_id, sinks, step=recorder.start_step)
         self.config, self.inputs, self.recorder, self.observer = config, inputs, recorder, observer
         self.colocated = config.pools.placement == "colocated"
         self.published: dict[str, Published] = {}
@@ -145,6 +149,7 @@ class Controller:
             self.learners.call("read_checkpoint", self.recorder.resume_from.uri)
             self.learners.call("load_checkpoint")
         self.recorder.open()
+        self.exporter.go_on_from(self.recorder.last_row)
 
     def _first_call(self, name: str) -> FirstCall | None:
         """What a reward of the user's own is called with when its actor starts; None for others."""
@@ -177,9 +182,11 @@ class Controller:
         except (KeyboardInterrupt, SystemExit):
             self._last.save_after_signal(self.learners, self.recorder, self.observer.say)
             raise
-        except FlowGrpoError:
+        except FlowGrpoError as error:
+            if isinstance(error, SyncError):
+                self.exporter.sync_failed()
             if self._step is not None:
-                self.recorder.row({"step": self._step, "stopped": 1, **self._totals()})
+                self.exporter.row(self.recorder.row({"step": self._step, "stopped": 1, **self._totals()}))
             raise
 
     def _train(self) -> None:
@@ -438,6 +445,7 @@ class Controller:
         row |= totals
         self._step = None
         recorded = self.recorder.row(row)
+        self.exporter.row(recorded)
         self._last.finish(int(row["step"]), totals)
         self.observer.row(recorded)
 

@@ -97,6 +97,7 @@ class Results:
 
     resume_from = run_dir = None
     start_step = 0
+    last_row: Row = {}
 
     def __init__(self) -> None:
         self.run_id = self.start_id = uuid.uuid4().hex[:12]

@@ -19,9 +19,11 @@ from actors.controller import Controller, Observer
 from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
+from actors.ray_metrics import RayMetrics
 from flowgrpo_ray import startup, trackers, waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import Problems, counted
+from flowgrpo_ray.exporter import served
 from flowgrpo_ray.inputs import identify, pin_model
 from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.plan import padding_note
@@ -109,7 +111,8 @@ def train(
             observer.resumes(recorder.start_step)
         for note in recorder.notes:
             observer.say(note)
-        with connected(config, address), controller_class(config, inputs, recorder, observer) as controller:
+        with served(config.logging.prometheus_port) as sinks, connected(config, address), \
+                controller_class(config, inputs, recorder, observer, [RayMetrics(), *sinks]) as controller:
             controller.run()
     finally:
         recorder.close()

@@ -207,6 +207,12 @@ class Config(Section):
     def train_batch_groups(self) -> int:
         return self.train.batch_groups or self.sampling.batch_groups
 
+    def ratio_tolerance(self, exact: bool) -> float:
+        """Largest |log ratio| that the first update may have; `exact`: sampler and learner compute in float32 on CPU."""
+        if self.train.ratio_tolerance != "auto":
+            return self.train.ratio_tolerance
+        return 0.0 if exact else self.loss.clip_low / 4
+
     def reward_pool(self, name: str) -> PoolConfig:
         """Resources of one reward's actors (defaults where the configuration names none)."""
         return self.pools.reward.get(name) or PoolConfig()

@@ -3,7 +3,8 @@
 A row is flat: {"step": n, key: number}. `step` = committed training steps after it, the policy_version that the step
 made; what is measured of the starting adapter (the evaluation at the start) is row 0, and an evaluation's keys stand in
 the row of the step that it follows. Keys with a variable part put it behind a slash, `reward_mean/ocr`. Prometheus sees
-`flowgrpo_<name>` with the variable parts as labels: `flowgrpo_reward_mean{reward="ocr"}`.
+`flowgrpo_<name>` with the variable parts as labels: `flowgrpo_reward_mean{reward="ocr"}` (see `exporter`). What describes
+the run at a moment (`recorded=False`: pools, phase, queue, checkpoint) leaves the driver that way alone.
 
 Gauges are of their step alone; counters are totals since the start of the run, stops and resumes included.
 """
@@ -28,7 +29,8 @@ class Metric:
     """One line of the table.
 
     `labels` name the variable parts that follow the name, each behind a slash. `machine`: the value is a matter of the
-    machines and of the clock; all other metrics depend on configuration and seed alone.
+    machines and of the clock; all other metrics depend on configuration and seed alone. `recorded`: rows hold it; the
+    others are only exported.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Metric:
     kind: Literal["gauge", "counter"] = "gauge"
     labels: tuple[str, ...] = ()
     machine: bool = False
+    recorded: bool = True
 
     @property
     def pattern(self) -> str:
@@ -47,6 +50,11 @@ class Metric:
     def prometheus(self) -> str:
         return f"flowgrpo_{self.name}"
 
+    @property
+    def help(self) -> str:
+        """Description and unit in a line."""
+        return self.description if self.unit == "1" else f"{self.description} [{self.unit}]"
+
 
 def _g(name: str, unit: str, description: str, *labels: str, machine: bool = False) -> Metric:
     return Metric(name, unit, description, "gauge", labels, machine)
@@ -54,6 +62,14 @@ def _g(name: str, unit: str, description: str, *labels: str, machine: bool = Fal
 
 def _c(name: str, unit: str, description: str, *labels: str, machine: bool = False) -> Metric:
     return Metric(name, unit, description, "counter", labels, machine)
+
+
+def _now(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, unit, description, "gauge", labels, machine=True, recorded=False)
+
+
+def _count(name: str, unit: str, description: str, *labels: str) -> Metric:
+    return Metric(name, unit, description, "counter", labels, machine=True, recorded=False)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -130,8 +146,37 @@ METRICS: tuple[Metric, ...] = (
         "sync": "Publishing the adapter to all actors, with its proof",
         "eval": "Evaluation",
     }.items()),
+    # the run at a moment: exported, in no row
+    _now("step", "steps", "Committed training steps"),
+    _now("steps", "steps", "Training steps of the run in all (run.steps)"),
+    _now("policy_version", "steps", "Policy version that the rollout actors hold"),
+    _now("phase", "1", "1 for what the driver is doing, 0 for all else", "phase"),
+    _now("seconds_left", "s", "Estimated time to the last step"),
+    _now("last_step_timestamp", "s", "When the last step was committed, or the driver started; seconds since the epoch"),
+    _now("ratio_tolerance", "1", "Tolerance of first_update_log_ratio_max (train.ratio_tolerance, resolved)"),
+    _now("pool_target", "actors", "Actors that a pool should have", "pool"),
+    _now("pool_ready", "actors", "Actors of a pool that take work", "pool"),
+    _now("pool_starting", "actors", "Actors of a pool that are being placed, load a model or take new weights", "pool"),
+    _now("pool_busy", "actors", "Actors of a pool with a call in progress", "pool"),
+    _now("pool_draining", "actors", "Actors of a pool that finish their last call before they end", "pool"),
+    _now("pool_queue", "calls", "Calls that wait for an actor of the pool", "pool"),
+    _now("queue_groups", "groups", "Groups of the step that are in a stage", "stage"),
+    _now("object_store_held", "bytes", "Trajectories of the step that the driver holds in Ray's object store"),
+    _now("checkpoint_step", "steps", "Step of the newest checkpoint; 0 without one"),
+    _now("checkpoint_age", "s", "Seconds since the newest checkpoint was committed; absent without one"),
+    _now("checkpoint_bytes", "bytes", "Size of the newest checkpoint"),
+    _now("checkpoint_interval", "steps", "Steps between checkpoints (checkpoint.every_steps); 0 = only after the last step"),
+    _count("steps_committed", "steps", "Training steps committed"),
+    _count("images_made", "images", "Images sampled for training"),
+    _count("images_without_score", "images", "Of these, the ones without a score; they take no part in the update"),
+    _count("sync_seconds", "s", "Time spent publishing the adapter to all actors, with its proof"),
+    _count("sync_failures", "syncs", "Weight syncs whose proof failed; the first one ends the run"),
+    _count("rebuilds", "rebuilds", "Learner groups built again after a rank was lost"),
+    _count("waiting_seconds", "s", "Time the driver has waited, by what for", "reason"),
+    _count("actors_replaced", "actors", "Actors of a pool that were replaced, by cause", "pool", "cause"),
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}
+_IN_ROWS = [metric.name for metric in METRICS if metric.recorded]
 
 
 @lru_cache(maxsize=4096)
@@ -143,8 +188,8 @@ def find(key: str) -> tuple[Metric, dict[str, str]]:
     """
     name, *rest = key.split("/")
     metric = _BY_NAME.get(name)
-    if metric is None:
-        raise FlowGrpoError(f"no metric is named {key!r}{nearest(name, _BY_NAME)}")
+    if metric is None or not metric.recorded:
+        raise FlowGrpoError(f"no metric is named {key!r}{nearest(name, _IN_ROWS)}")
     values = "/".join(rest).split("/", len(metric.labels) - 1) if rest and metric.labels else rest
     if len(values) != len(metric.labels) or not all(values):
         raise FlowGrpoError(f"metric {key!r} must have the form {metric.pattern}")
@@ -158,9 +203,17 @@ def deterministic(row: Mapping[str, float]) -> Row:
 
 def table() -> str:
     """The table of metrics as Markdown, for the documentation."""
-    lines = ["| key of a row | kind | unit | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{m.pattern}` | {m.kind} | {m.unit} | {m.description} |" for m in METRICS]
-    return "\n".join(lines) + "\n"
+    lines = []
+    for title, recorded in (("key of a row", True), ("exported only", False)):
+        lines += [f"| {title} | kind | unit | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{m.pattern}` | {m.kind} | {m.unit} | {m.description} |" for m in METRICS if m.recorded == recorded]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def named(name: str) -> Metric:
+    """The metric of a name, whether rows hold it or not."""
+    return _BY_NAME[name]
 
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -40,6 +40,7 @@ class Recorder:
         start_id: names the run and this start of its driver: what two drivers must not share, such as names of actors.
         resume_from: the checkpoint to resume from, or None.
         notes: what a person should know of the resume, a sentence each.
+        last_row: the row that the run resumes after; empty for a new run. Known once it is open.
 
     Args:
         identities: of the inputs, by key (`inputs.identify`); a resume compares them with the checkpoint's.
@@ -97,7 +98,9 @@ class Recorder:
         self._metrics.truncate(cut)
         self._samples = SampleWriter(self.run_dir, config.logging.flush_every_steps, self._claim.check)
         self._samples.truncate(cut)
-        self._watch = Watch(config.model_dump(mode="json"), read_metrics(self.run_dir))
+        rows = read_metrics(self.run_dir)
+        self.last_row = rows[-1] if rows else {}
+        self._watch = Watch(config.model_dump(mode="json"), rows)
         self._opened = True
         self._start_trackers()
 

@@ -272,6 +272,8 @@ class LoggingConfig(Section):
     wandb_project: str | None = Field(None, description="Weights & Biases project; none = off")
     tracker_timeout_s: float = Field(
         60.0, gt=0, description="Wait for trackers at the end; a later one is dropped")
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="Serve the metrics to Prometheus on this port of the driver's node; none = off")
     dashboard: bool = Field(False, description="Start the Ray dashboard where Ray is started on this machine")
     live: bool = Field(True, description="Live view in a terminal (plain lines elsewhere)")
     flush_every_steps: Positive = Field(10, description="Steps per metric part file")

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+PHASES = ("starting", "sampling", "learning", "syncing", "evaluating", "checkpointing", "rebuilding", "stopping")
+STAGES = ("encoding", "sampling", "scoring", "learning")
+REASONS = ("actors", "learner", "rollout", "reward", "sync", "evaluation")
+
 
 @dataclass(frozen=True)
 class PoolStatus:
@@ -43,17 +47,18 @@ class RunStatus:
         run: `run.name`.
         run_id: identity of the run, kept over resumes.
         run_dir: URI of the run directory.
-        phase: starting, sampling, learning, syncing, evaluating, checkpointing or stopping.
+        phase: one of PHASES.
         step: finished steps; steps: steps in all.
         version: policy version that the rollout actors hold.
         images_per_s: of the last step, None before the first.
         seconds_left: estimate, None before the first step.
         waiting_for: what the driver waits for, in words.
-        waiting_s: seconds waited since the start, by reason (actors, learner, rollout, reward, sync, evaluation).
-        queue: groups by stage (encoding, sampling, scoring, learning).
+        waiting_s: seconds waited since the start, by reason (one of REASONS).
+        queue: groups by stage (one of STAGES).
         checkpoint_step: newest checkpoint, None without one.
         checkpoint_time: when it was committed, seconds since the epoch.
         checkpoint_bytes: its size.
+        object_store_bytes: trajectories of the step that the driver holds in the object store.
         pools: by name (rollout or colocated, learner, reward.<name>).
         time: when this was taken, seconds since the epoch.
     """
@@ -73,6 +78,7 @@ class RunStatus:
     checkpoint_step: int | None = None
     checkpoint_time: float | None = None
     checkpoint_bytes: int | None = None
+    object_store_bytes: int = 0
     pools: Mapping[str, PoolStatus] = field(default_factory=dict)
     time: float = 0.0
 

@@ -252,11 +252,8 @@ class Learner:
 
     @property
     def ratio_tolerance(self) -> float:
-        t = self.config.train
-        if t.ratio_tolerance != "auto":
-            return t.ratio_tolerance
         exact = self.policy.device.type == "cpu" and self.policy.dtype == torch.float32
-        return 0.0 if exact else self.config.loss.clip_low / 4
+        return self.config.ratio_tolerance(exact)
 
     def step_advantages(self) -> dict[int, np.ndarray]:
         """Advantages of the step by group index (float64 [group_size]), for the record."""

@@ -11,6 +11,7 @@ from runs import assert_same_bits, run, small_config
 
 from flowgrpo_ray.checkpoint import latest
 from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, RatioError, ResourceError, SyncError
+from flowgrpo_ray.exporter import Exporter
 from flowgrpo_ray.metrics import read_metrics
 from flowgrpo_ray.samples import read_samples
 
@@ -100,9 +101,12 @@ def test_fail_stops_the_run(folder, fault_dir):
     (faulty.WrongVersion, "answered for policy version 0"),
     (faulty.ForgetsVersion, "names policy version 0, and this actor holds version 7"),
 ])
-def test_a_sync_that_is_not_proven_stops_the_run(actor, message, folder):
+def test_a_sync_that_is_not_proven_stops_the_run(actor, message, folder, monkeypatch):
+    counted = []
+    monkeypatch.setattr(Exporter, "sync_failed", counted.append)
     with pytest.raises(SyncError, match=message):
         run(small_config(folder, f"sync-{actor.__name__}", steps=2), rollout_class=actor)
+    assert len(counted) == 1
 
 
 @pytest.mark.parametrize("actor", [faulty.OtherConditioning, faulty.StrayWeight])
