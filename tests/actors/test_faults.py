@@ -103,7 +103,7 @@ def test_fail_stops_the_run(folder, fault_dir):
 ])
 def test_a_sync_that_is_not_proven_stops_the_run(actor, message, folder, monkeypatch):
     counted = []
-    monkeypatch.setattr(Exporter, "sync_failed", counted.append)
+    monkeypatch.setattr(Exporter, "sync_failed", lambda exporter: counted.append(exporter))
     with pytest.raises(SyncError, match=message):
         run(small_config(folder, f"sync-{actor.__name__}", steps=2), rollout_class=actor)
     assert len(counted) == 1
