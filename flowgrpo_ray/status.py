@@ -11,7 +11,7 @@ from typing import Any
 
 PHASES = ("starting", "sampling", "learning", "syncing", "evaluating", "checkpointing", "rebuilding", "stopping")
 STAGES = ("encoding", "sampling", "scoring", "learning")
-REASONS = ("actors", "learner", "rollout", "reward", "sync", "evaluation")
+REASONS = ("actors", "learner", "rollout", "reward", "sync", "evaluation", "checkpoint")
 
 
 @dataclass(frozen=True)
