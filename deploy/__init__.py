@@ -1,1 +1,1 @@
-"""Dashboards, alerts and manifests. A package for `python -m deploy.render` alone; it is in no wheel."""
+"""Dashboards, alerts and manifests. For `python -m deploy.render` and `python -m deploy.lock` alone: in no wheel."""
