@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import ray
 
 from actors import head, scaling
 from actors.colocated import ColocatedActor
+from actors.commands import Commands
 from actors.dispatch import Checked
 from actors.environments import check_environments, start_hint
 from actors.evaluation import KEPT_SHARE, KeptConditionings, start_evaluation
@@ -24,6 +25,7 @@ from actors.reward import FirstCall, RewardActor
 from actors.rollout import RolloutActor
 from actors.sampling import Sampling
 from actors.scoring import Scoring
+from actors.status import Activity, during, run_status, waiting_reason
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
 from flowgrpo_ray import startup, storage
@@ -36,6 +38,7 @@ from flowgrpo_ray.preflight import Inputs, scope_of
 from flowgrpo_ray.recorder import Recorder, step_row, updates_row
 from flowgrpo_ray.sampling.requests import evaluation_negative, sample_request
 from flowgrpo_ray.sections import EnvironmentConfig
+from flowgrpo_ray.signals import StopRequested
 from flowgrpo_ray.trajectory import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ class Controller:
     learner_class: type = LearnerActor
     colocated_class: type = ColocatedActor
     group_class: type = LearnerGroup
+    reachable = True  # by commands
 
     def __init__(
         self, config: Config, inputs: Inputs, recorder: Recorder, observer: Observer, sinks: Sequence[Sink] = (),
@@ -85,7 +89,11 @@ class Controller:
         self.names = ActorNames(config.run.name, recorder.start_id)
         self._started = time.perf_counter()
         self._step: int | None = None  # the one that has no row yet
-        self._last = LastStep(recorder.start_step, config.run.grace_s)
+        self.last = LastStep(recorder.start_step, config.run.grace_s, recorder.resume_from)
+        self.activity = Activity()
+        self.version = recorder.start_step  # that the rollout actors hold
+        self.board: StepBoard | None = None  # of the step in progress
+        self.commands = Commands(self, reachable=self.reachable)
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -97,9 +105,10 @@ class Controller:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if head.gone():
             return  # the actors went with it
+        self.commands.close(error)
         for pool in self.pools:
             pool.shutdown()
         if self.learners is not None:
@@ -107,7 +116,7 @@ class Controller:
 
     def _start(self) -> None:
         config, p = self.config, self.config.pools
-        check_resources(config)
+        check_resources(config, self._tick)
         check_environments(config)
         tree = config.model_dump(mode="json")
         common: dict[str, Any] = {"start_timeout_s": p.start_timeout_s, "max_deaths": p.max_actor_deaths,
@@ -130,11 +139,12 @@ class Controller:
             self.pools.append(self.rollouts)
         self.learners = self.group_class(config, self.recorder.run_id, self.names,
                                          self.colocated_class if self.colocated else self.learner_class)
+        self.learners.watch = self._tick
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
         run_dir = self.recorder.run_dir
         if run_dir and (not storage.local_path(run_dir) or sum(node["Alive"] for node in ray.nodes()) > 1):
             self.learners.check_run_dir(run_dir, p.start_timeout_s)
-        self.learners.start(p.start_timeout_s, self._show_activity)
+        self.learners.start(p.start_timeout_s)
         if self.colocated:
             self.rollouts = ActorPool("colocated", self.learners.world_size, lambda index, _: self.learners.actors[index],
                                       prepare=self._prepare, respawns=False, **common)
@@ -179,8 +189,11 @@ class Controller:
         """
         try:
             self._train()
-        except (KeyboardInterrupt, SystemExit):
-            self._last.save_after_signal(self.learners, self.recorder, self.observer.say)
+        except (KeyboardInterrupt, SystemExit, StopRequested) as why:
+            self.commands.ending = True
+            self.last.save_after_signal(self.learners, self.recorder, self.observer.say)
+            if isinstance(why, StopRequested):
+                raise self.commands.stopped() from None
             raise
         except FlowGrpoError as error:
             if isinstance(error, SyncError):
@@ -196,6 +209,7 @@ class Controller:
             self._step = 0
             self._record({"step": 0, **self.evaluate(0)})
         for step in range(first, last):
+            self.commands.check_stop()
             started, self._step = time.perf_counter(), step + 1
             row = self.train_step(plan_step(self.config, self.inputs.train, step))
             done = step + 1
@@ -205,18 +219,25 @@ class Controller:
             row["time_step"] = time.perf_counter() - started
             self._record(row)
             every = self.config.checkpoint.every_steps
-            if done == last or (every and done % every == 0):
-                self._last.save(self.learners, self.recorder)
+            if done == last or (every and done % every == 0) or self.commands.want_checkpoint:
+                self._save()
 
+    @during("checkpointing")
+    def _save(self) -> None:
+        self.last.save(self.learners, self.recorder)
+        self.commands.saved()
+
+    @during("sampling")
     def train_step(self, plan: StepPlan) -> Row:
         """Sample, score, learn and publish one step; returns its row."""
         started = time.perf_counter()
         self._reset_clocks()
         self._forgive_deaths()
         self._leave_nodes()
-        board, updates = StepBoard(self.config, plan, self.learners.world_size), []
+        self.board = board = StepBoard(self.config, plan, self.learners.world_size)
+        updates: list[Row] = []
         self.scoring.expect(sum(len(shard.rows) for shard in plan.shards))
-        self.learners.cast("begin_step", plan, self._last.begin())
+        self.learners.cast("begin_step", plan, self.last.begin())
         self._encode_negatives(plan)
         self._with_conditioning(plan.groups, lambda group, ref: self._encoded(board, group.group, ref))
         if plan.step + 1 < self.config.run.steps:  # the text encoders need no new weights: fill the learner's tail
@@ -264,12 +285,14 @@ class Controller:
         if timing:
             self._learner_seconds += timing["seconds"]
             self._learner_peak = max(self._learner_peak, timing["peak_memory"])
+            self.board.trained()
 
     def _drive(self, what: str, done: Callable[[], bool]) -> None:
         """Handle events until `done()`; every call in flight has a deadline, and what is waited for is logged."""
         last_log = time.monotonic()
         while not done():
-            ready = wait_for_events(self.pools, list(self.learners.pending), what, longest_s=0.25)
+            ready = wait_for_events(self.pools, list(self.learners.pending), what, longest_s=0.25,
+                                    commands=self.commands.control.refs())
             for pool in self.pools:
                 pool.settle(ready)
             scaling.make_room(self.pools)
@@ -277,18 +300,26 @@ class Controller:
                 value = self.learners.reap(ref)
                 self._learner_events.pop(ref, lambda _: None)(value)
             self.learners.check_deadline()
-            doing = self._show_activity()
+            doing = self._tick(what, ready)
             if time.monotonic() - last_log > 30:
                 log.info("waiting for %s: %s", what, doing)
                 last_log = time.monotonic()
 
-    def _show_activity(self) -> dict[str, list[str]]:
-        doing = {pool.name: pool.activity() for pool in self.pools} | {"learner": self.learners.activity()}
+    def _tick(self, what: str, ready: Iterable[ray.ObjectRef] = ()) -> dict[str, list[str]]:
+        """Called several times a second in every wait."""
+        doing = {pool.name: pool.activity() for pool in self.pools}
+        doing["learner"] = self.learners.activity() if self.learners is not None else []
         self.observer.activity(doing)
+        self.activity.wait(what, waiting_reason(self))
+        if self.activity.status_due():
+            self.exporter.status(status := run_status(self))
+            self.commands.control.push(status.to_json())
+        self.commands.control.settle(ready)  # last: it may raise
         return doing
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
+    @during("syncing")
     def publish(self, version: int) -> Row:
         """Export the learner's weights as `version` and prove that every rollout actor holds them."""
         infos, adapter, ema = self.learners.export(version)
@@ -297,6 +328,7 @@ class Controller:
         self._ema = Published("ema", version, info.ema_digest, info.tensors, -1, ema)
         self.rollouts.prepare_again(lambda handle: self._load(handle, "policy"))
         self._drive(f"weight sync of version {version}", lambda: self.rollouts.all_ready)
+        self.version = version
         return dict(info.norms)
 
     def _load(self, handle: Any, slot: str) -> Checked:
@@ -358,6 +390,7 @@ class Controller:
 
     # Evaluation and records -------------------------------------------------------------------------------------------
 
+    @during("evaluating")
     def evaluate(self, step: int) -> Row:
         """Evaluate raw and EMA weights at fixed seeds, and record their grids."""
         started, row = time.perf_counter(), {}
@@ -446,7 +479,8 @@ class Controller:
         self._step = None
         recorded = self.recorder.row(row)
         self.exporter.row(recorded)
-        self._last.finish(int(row["step"]), totals)
+        self.last.finish(int(row["step"]), totals)
+        self.activity.recorded(row)
         self.observer.row(recorded)
 
     def _totals(self) -> Row:

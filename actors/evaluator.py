@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -79,7 +79,7 @@ class NoLearners:
     def __init__(self, config: Config, run_id: str, names: ActorNames, actor_class: type) -> None:
         self.pending: dict[ray.ObjectRef, str] = {}
 
-    def start(self, timeout_s: float, watch: Callable[[], None]) -> None: ...
+    def start(self, timeout_s: float) -> None: ...
 
     def check_deadline(self) -> None: ...
 
@@ -120,6 +120,7 @@ class Evaluator(Controller):
 
     rollout_class = EvaluationActor
     group_class = NoLearners
+    reachable = False
 
     def __init__(self, config: Config, inputs: Inputs, observer: Observer, adapter: Arrays | None) -> None:
         self.results = Results()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 
@@ -14,9 +14,11 @@ from flowgrpo_ray.errors import FlowGrpoError
 
 
 def wait_for_events(
-    pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float
+    pools: list[ActorPool], others: list[ray.ObjectRef], what: str, *, longest_s: float, commands: Sequence[ray.ObjectRef] = ()
 ) -> set[ray.ObjectRef]:
     """Block until a call of the pools or of `others` is finished, or the next deadline has passed.
+
+    `commands` end the wait too, but nothing in flight depends on them.
 
     Raises:
         FlowGrpoError: nothing is in flight (a wait that could never end).
@@ -28,6 +30,7 @@ def wait_for_events(
     if not refs and deadline == float("inf"):
         raise FlowGrpoError(f"waiting for {what}, but nothing is in flight")
     timeout = max(0.01, min(longest_s, deadline - time.monotonic()))
+    refs += commands
     if not refs:
         time.sleep(timeout)
         return set()

@@ -172,14 +172,15 @@ class LearnerGroup:
         self.pending: dict[ray.ObjectRef, str] = {}
         self._nodes: Counter[str] = Counter()  # ranks that are in the group, by address
         self._last_progress = time.monotonic()
+        self.watch: Callable[[str], object] = lambda waiting_for: None  # called several times a second in every wait
 
-    def start(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> None:
-        """Form the group; all ranks load the model at the same time. `watch` is called several times a second."""
+    def start(self, timeout_s: float) -> None:
+        """Form the group; all ranks load the model at the same time."""
         deadline = time.monotonic() + timeout_s
-        address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s, watch)[0]
+        address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
-        chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()), watch)
-        places = self._get(self.cast("ready"), max(1.0, deadline - time.monotonic()), watch)
+        chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()))
+        places = self._get(self.cast("ready"), max(1.0, deadline - time.monotonic()))
         self._nodes = Counter(process.node for process in places)
         log.debug("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
@@ -260,13 +261,13 @@ class LearnerGroup:
         """Issue a call to all ranks and wait for all answers, in rank order."""
         return self._get(self.cast(method, *args), timeout_s or self._timeout)
 
-    def _get(self, refs: list[ray.ObjectRef], timeout_s: float, watch: Callable[[], None] = lambda: None) -> list[Any]:
+    def _get(self, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
         waiting, values, last_log = list(refs), {}, time.monotonic()
         deadline = last_log + timeout_s
         while waiting:
             signals.check()
             head.check()
-            watch()
+            self.watch(self.pending[waiting[0]])
             # One at a time: a rank that failed is seen at once, though another may hang in a collective with it.
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, min(0.25, deadline - time.monotonic())))
             if done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -98,11 +99,11 @@ def crowding(config: Config, cores: int) -> str | None:
             "other down; lower pools.*.replicas, or pools.*.num_cpus of actors that mostly wait")
 
 
-def check_resources(config: Config) -> None:
+def check_resources(config: Config, watch: Callable[[str], object] = lambda waiting_for: None) -> None:
     """Compare what is asked with what the cluster has free, before any actor starts: in all, and node by node.
 
     What is asked is placed as a placement group for a moment: it shows whether every actor finds a node, and with
-    `pools.autoscaling` an autoscaler adds nodes for what is pending, and for nothing else.
+    `pools.autoscaling` an autoscaler adds nodes for what is pending, and for nothing else. `watch` is called while it waits.
 
     Raises:
         ResourceError: it does not fit (with `pools.autoscaling`: not within `pools.start_timeout_s`).
@@ -123,6 +124,7 @@ def check_resources(config: Config) -> None:
                 if demand is None or demand.wait(timeout_seconds=1):
                     return
             text = text or _misfit(config)
+            watch(f"resources: {text}")
             waited = time.monotonic() - start
             # Resources of actors that have just ended come back within moments: allow for that before giving up.
             if waited > (config.pools.start_timeout_s if config.pools.autoscaling else 10):

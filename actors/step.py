@@ -45,9 +45,11 @@ class StepBoard:
         self._updates = [micro_steps(plan.train_shards(u), world_size) for u in range(len(plan.updates))]
         self._position = (0, 0)  # (update, micro-step) to issue next
         self._shards_left = len(plan.shards)
+        self._world_size, self._answers = world_size, 0
         self.complete: dict[int, GroupScores] = {}
         self.dropped_groups = 0
         self.trajectory_bytes = 0
+        self._nbytes: dict[ShardPlan, int] = {}
 
     def encoded(self, group: int, conditioning: ray.ObjectRef) -> list[ShardPlan]:
         """Take a group's conditioning; returns the shards that can be sampled now, each once."""
@@ -64,6 +66,12 @@ class StepBoard:
         self._trajectories[shard] = trajectory
         self._shards_left -= 1
         self.trajectory_bytes += trajectory_bytes
+        self._nbytes[shard] = trajectory_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the trajectories that are not given up yet."""
+        return sum(self._nbytes[shard] for shard in self._trajectories)
 
     @property
     def all_sampled(self) -> bool:
@@ -93,6 +101,26 @@ class StepBoard:
             key: np.concatenate([part.scores.get(key, np.full(len(part.valid), np.nan)) for part in parts]) for key in keys
         }
         self.complete[number] = GroupScores(rewards, valid)
+
+    def trained(self) -> None:
+        """A rank has answered for a micro-step."""
+        self._answers += 1
+
+    def queue(self) -> dict[str, int]:
+        """Groups that the learner is not through with, by the stage that they are in."""
+        counts = dict.fromkeys(("encoding", "sampling", "scoring", "learning"), 0)
+        work = [ranks for update in self._updates for ranks in update][self._answers // self._world_size :]
+        for number in {number for ranks in work for item in ranks for number in item.shard.groups}:
+            group = self._groups[number]
+            if number in self.complete:
+                counts["learning"] += 1
+            elif group.conditioning is None:
+                counts["encoding"] += 1
+            elif any(shard not in self._trajectories for shard in group.shards):
+                counts["sampling"] += 1
+            else:
+                counts["scoring"] += 1
+        return counts
 
     def ready_micro_steps(self) -> Iterator[MicroStep]:
         """Micro-steps of the current update whose groups are complete, in plan order; stops at the update's end."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import cli_cluster, cli_rewards, cli_runs, signals, waiting
+from flowgrpo_ray import cli_cluster, cli_control, cli_rewards, cli_runs, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted
 
@@ -107,20 +107,26 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
              f"{counted(settings.sampling.group_size, 'image')}, in {storage.display(run_dir)}")
     if hint := monitor_hint(settings.model_dump(mode="json")):
         view.say(hint)
+    stopped = ""
     try:
         with view:
             _ray_logs_join_ours()
             from actors.run import train as run_training
 
             run_training(settings, view, address)
+    except signals.StopRequested as stop:
+        stopped = str(stop)
     except BaseException:
         if view.rows and not signals.insisted():
             _report_of_failure(run_dir)
         raise
     from flowgrpo_ray.report import write_report
 
-    write_report(run_dir)
-    print_summary(settings, run_dir, console)
+    if view.rows or not stopped:
+        write_report(run_dir)
+        print_summary(settings, run_dir, console)
+    if stopped:
+        view.say(stopped)
 
 
 def _report_of_failure(run_dir: str) -> None:
@@ -313,6 +319,7 @@ def version() -> None:
 cli_rewards.add_to(app)
 cli_runs.add_to(app)
 cli_cluster.add_to(app)
+cli_control.add_to(app)
 
 
 # Helpers --------------------------------------------------------------------------------------------------------------

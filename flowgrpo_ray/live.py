@@ -26,12 +26,12 @@ from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import counted
 from flowgrpo_ray.metrics import Row, read_metrics
 from flowgrpo_ray.samples import list_grids
+from flowgrpo_ray.status import duration, seconds_left
 
 LIBRARIES = ("ray", "diffusers", "transformers", "peft", "accelerate", "matplotlib", "PIL", "huggingface_hub", "httpx",
              "urllib3", "fsspec", "absl", "tensorboard")
 _BARS = "▁▂▃▄▅▆▇█"
 _ACTORS_SHOWN = 4  # actors of a pool that get a line each; larger pools are counted by what they do
-_RECENT_STEPS = 10  # steps that the time left is estimated from
 
 
 class RunConsole(Console):
@@ -130,10 +130,8 @@ class PlainView:
 
     def seconds_left(self) -> float | None:
         """Estimate from the last steps; None before the first."""
-        times = [row["time_step"] for row in self.rows if "time_step" in row][-_RECENT_STEPS:]
-        if not times:
-            return None
-        return sum(times) / len(times) * (self.config.run.steps - self.rows[-1]["step"])
+        times = [row["time_step"] for row in self.rows if "time_step" in row]
+        return seconds_left(times, self.config.run.steps - int(self.rows[-1]["step"])) if times else None
 
 
 class LiveView(PlainView):
@@ -241,16 +239,6 @@ def sparkline(values: Sequence[float]) -> str:
         return ""
     low, span = min(finite), max(finite) - min(finite)
     return "".join(_BARS[round((value - low) / span * 7)] if span else _BARS[3] for value in finite)
-
-
-def duration(seconds: float) -> str:
-    """For example `45 s`, `3 min 20 s`, `2 h 5 min`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def print_summary(config: Config, run_dir: str, console: Console) -> None:

@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 
 from flowgrpo_ray import charts, grids, page, panels, storage, watch
 from flowgrpo_ray.errors import counted
-from flowgrpo_ray.live import duration
 from flowgrpo_ray.metrics import METRICS, Row, find
 from flowgrpo_ray.page import number, sentence, signed
 from flowgrpo_ray.run_data import RunData
 from flowgrpo_ray.samples import read_samples
+from flowgrpo_ray.status import duration
 
 _GROUPS_SHOWN = 24
 _PAIRS_SHOWN = 12

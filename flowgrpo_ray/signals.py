@@ -36,6 +36,10 @@ class Terminated(SystemExit):
         super().__init__(TERMINATED)
 
 
+class StopRequested(BaseException):
+    """A run was stopped by `flowgrpo-ray stop`: a good end, which the message describes."""
+
+
 def install() -> None:
     """From now on SIGINT raises KeyboardInterrupt and SIGTERM `Terminated`, and both are remembered. For the main thread."""
     global _received, _count

@@ -5,13 +5,39 @@ The driver makes a `RunStatus` about once a second. Plain data: it travels as JS
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PHASES = ("starting", "sampling", "learning", "syncing", "evaluating", "checkpointing", "rebuilding", "stopping")
+PHASES = ("starting", "sampling", "learning", "syncing", "evaluating", "checkpointing", "rebuilding", "stopping",
+          "ended")
 STAGES = ("encoding", "sampling", "scoring", "learning")
 REASONS = ("actors", "learner", "rollout", "reward", "sync", "evaluation", "checkpoint")
+CONTROL_NAMESPACE = "flowgrpo"  # of Ray, for the control actors of all runs of a cluster
+CONTROL_PREFIX = "flowgrpo-control-"  # the rest of a control actor's name is the run id
+_RECENT_STEPS = 10  # that the time left is estimated from
+
+
+def seconds_left(step_seconds: Sequence[float], steps_left: int, elapsed: float = 0.0) -> float | None:
+    """Estimate of the time left from the seconds of the steps so far; None before the first.
+
+    Args:
+        elapsed: seconds since the last of them was finished.
+    """
+    recent = step_seconds[-_RECENT_STEPS:]
+    if not recent:
+        return None
+    return max(0.0, sum(recent) / len(recent) * steps_left - elapsed)
+
+
+def duration(seconds: float) -> str:
+    """For example `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 @dataclass(frozen=True)
@@ -61,6 +87,7 @@ class RunStatus:
         object_store_bytes: trajectories of the step that the driver holds in the object store.
         pools: by name (rollout or colocated, learner, reward.<name>).
         time: when this was taken, seconds since the epoch.
+        started: when this driver started, seconds since the epoch.
     """
 
     run: str
@@ -81,6 +108,7 @@ class RunStatus:
     object_store_bytes: int = 0
     pools: Mapping[str, PoolStatus] = field(default_factory=dict)
     time: float = 0.0
+    started: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only."""

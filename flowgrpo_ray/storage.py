@@ -130,6 +130,12 @@ def size(uri: str) -> int | None:
     return info.size if info.type == fs.FileType.File else None
 
 
+def modified(uri: str) -> float | None:
+    """When a file was last written, in seconds since the epoch; None where there is no such file."""
+    info = _ask(uri, lambda filesystem, path: filesystem.get_file_info(path))
+    return info.mtime_ns / 1e9 if info.type == fs.FileType.File and info.mtime_ns else None
+
+
 def check_folder(uri: str) -> None:
     """Raise ConfigError where a local folder cannot be made because it, or a folder above it, is a file."""
     local = local_path(uri)

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from flowgrpo_ray.config import Config, load
-from flowgrpo_ray.live import LiveView, PlainView, duration, print_summary, set_up_logging, sparkline
+from flowgrpo_ray.live import LiveView, PlainView, print_summary, set_up_logging, sparkline
 from flowgrpo_ray.metrics import MetricsWriter
+from flowgrpo_ray.status import duration
 
 
 @pytest.fixture(autouse=True)

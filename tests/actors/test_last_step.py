@@ -8,10 +8,11 @@ from runs import Watcher, assert_same_bits, run, small_config
 
 from actors.last_step import LastStep
 from actors.learner import LearnerGroup
-from flowgrpo_ray.checkpoint import latest
+from flowgrpo_ray.checkpoint import FileEntry, latest
 from flowgrpo_ray.errors import CheckpointError, FlowGrpoError
 from flowgrpo_ray.metrics import deterministic
 
+ENTRY = FileEntry("adapter", 3, "sha256")
 OVERRIDES = {"checkpoint.every_steps": 0, "advantage.baseline": "history"}
 
 
@@ -25,7 +26,7 @@ class Learners:
         self.asked.append((method, uri, timeout_s))
         if self._error:
             raise self._error
-        return [["entries"]]
+        return [[ENTRY]]
 
     def save_finished(self, uri, step, timeout_s):
         self.asked.append(("save_finished", uri, step, timeout_s))
@@ -53,7 +54,7 @@ def test_between_steps_the_state_itself_is_saved_and_within_one_the_copy():
     assert last.begin() is False, "nothing is lost of what was resumed from"
     last.finish(5, {"time_total": 1.0})
     learners, recorder, said = ended(last)
-    assert learners.asked == [("save", "step_5", 9.0)] and recorder.committed == (5, ["entries"], {"time_total": 1.0})
+    assert learners.asked == [("save", "step_5", 9.0)] and recorder.committed == (5, [ENTRY], {"time_total": 1.0})
     assert "checkpoint of step 5" in said[-1]
     assert last.begin() is False
     last.finish(6, {})

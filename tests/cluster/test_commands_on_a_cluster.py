@@ -1,0 +1,134 @@
+"""Commands to a run on a cluster, as other processes give them: at the head's address, and through its dashboard."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from clusters import Nodes, free_port
+from runs import SMALL, assert_same_bits
+
+from flowgrpo_ray.checkpoint import latest
+from flowgrpo_ray.learning.state import read_learner_state
+
+
+@pytest.fixture(scope="module")
+def head():
+    """A head with a dashboard, and the URL of that."""
+    nodes, port = Nodes(), free_port()
+    try:
+        nodes.start_head(4, dashboard_port=port)
+        nodes.url = f"http://127.0.0.1:{port}"
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def flowgrpo_ray(nodes: Nodes, folder, *args: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "flowgrpo_ray.cli", *map(str, args)], cwd=folder, text=True,
+                            env=nodes.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def train(nodes: Nodes, folder, name: str, steps: int) -> subprocess.Popen:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "run": {"name": name, "dir": str(folder / "runs")}}))
+    return flowgrpo_ray(nodes, folder, "train", path, f"run.steps={steps}", "--address", nodes.address)
+
+
+def output(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == code, (out, err)
+    return out, err
+
+
+def adapter(folder, name: str) -> dict:
+    tensors, _ = read_learner_state(latest(str(folder / "runs" / name)).uri)
+    return tensors["adapter"]
+
+
+@pytest.mark.slow
+def test_a_run_is_seen_scaled_saved_and_stopped_from_other_processes(head, tmp_path):
+    training = train(head, tmp_path, "told", 1000)
+    for line in training.stdout:
+        if line.startswith("step    1/1000"):
+            break
+
+    def here(*args: str, code: int = 0) -> tuple[str, str]:
+        return output(flowgrpo_ray(head, tmp_path, *args, "--address", head.address), code)
+
+    def through_dashboard(*args: str, code: int = 0) -> tuple[str, str]:
+        return output(flowgrpo_ray(head, tmp_path, *args, "--address", head.url), code)
+
+    run_dir = str(tmp_path / "runs/told")
+    for way in (here, through_dashboard):
+        out, err = way("status", "told", "--json")
+        status = json.loads(out)
+        assert err == "" and (status["run"], status["run_dir"], status["steps"]) == ("told", run_dir, 1000)
+        assert status["step"] >= 1 and status["pools"]["rollout"]["target"] in (1, 2)
+        assert run_dir in way("runs")[0]
+        assert "rollout" in way("status", "runs/told")[0], "its directory, relative to where the command is given"
+        out, err = way("scale", "told", "rollout=2")
+        assert "rollout" in out and err == ""
+        out, err = way("scale", "told", "learner=2", code=2)
+        assert "pools.learner.replicas" in out + err
+        out, _ = way("checkpoint", "told")
+        assert f"{run_dir}/checkpoints/step_" in out.splitlines()[-1]
+    assert latest(run_dir).step >= 1
+    status = json.loads(here("status", "told", "--json")[0])
+    assert status["pools"]["rollout"]["target"] == 2
+
+    watching = flowgrpo_ray(head, tmp_path, "status", "told", "--watch", "--json", "--address", head.url)
+    assert json.loads(watching.stdout.readline())["phase"] != "ended"
+    out, _ = through_dashboard("stop", "told")
+    assert out.splitlines()[-1].startswith("stopped on request at step ")
+    seen, _ = output(watching)
+    last = json.loads(seen.splitlines()[-1])
+    assert last["phase"] == "ended" and last["step"] == latest(run_dir).step
+    rest, err = output(training)
+    assert rest.splitlines()[-1] == out.splitlines()[-1], "the run's last line"
+    assert "no run answers here" in here("runs")[0]
+    _, err = here("status", "told", code=1)
+    assert "no run 'told' answers" in err and "newest checkpoint" in err and "Traceback" not in err
+
+    output(train(head, tmp_path, "undisturbed", last["step"]))
+    assert_same_bits(adapter(tmp_path, "told"), adapter(tmp_path, "undisturbed"))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_now_and_two_runs_of_one_name(head, tmp_path):
+    trainings = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        trainings.append(train(head, tmp_path / folder, "same", 1000))
+    for training in trainings:
+        for line in training.stdout:
+            if line.startswith("step    1/1000"):
+                break
+    _, err = output(flowgrpo_ray(head, tmp_path, "status", "same", "--address", head.address), 2)
+    assert "2 runs are named 'same'" in err and f"{tmp_path}/a/runs/same" in err and f"{tmp_path}/b/runs/same" in err
+    for folder, training in zip(("a", "b"), trainings, strict=True):
+        out, _ = output(flowgrpo_ray(head, tmp_path, "stop", f"{folder}/runs/same", "--now", "--address", head.address))
+        assert out.splitlines()[0] == "the run stops now"
+        rest, _ = output(training)
+        assert rest.splitlines()[-1].startswith("stopped on request at step ")
+        assert latest(f"{tmp_path}/{folder}/runs/same").step >= 1
+
+
+@pytest.mark.slow
+def test_status_and_scale_are_acknowledged_soon(head, tmp_path, record_property):
+    """Recorded, not asserted: seconds are the machine's."""
+    training = train(head, tmp_path, "quick", 1000)
+    for line in training.stdout:
+        if line.startswith("step    1/1000"):
+            break
+    for args in (["status", "quick"], ["scale", "quick", "rollout=2"]):
+        started = time.monotonic()
+        output(flowgrpo_ray(head, tmp_path, *args, "--address", head.address))
+        record_property(args[0], time.monotonic() - started)
+        print(args[0], time.monotonic() - started)
+    output(flowgrpo_ray(head, tmp_path, "stop", "quick", "--now", "--address", head.address))
+    output(training)
