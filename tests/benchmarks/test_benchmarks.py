@@ -26,6 +26,7 @@ from benchmarks import (  # noqa: E402
     sampler,
     scoring,
     startup,
+    submit,
     whole_step,
 )
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError  # noqa: E402
@@ -264,3 +265,14 @@ def test_startup_tells_when_each_phase_was_over(config, capsys, monkeypatch):
     assert list(marks) == ["imports", "checks", "Ray", "actors", "first image"]
     assert sorted(marks.values()) == list(marks.values()) and found["processes"] > 5
     assert {"LearnerActor", "RolloutActor", "RewardActor"} <= set(found["cpu_seconds"])
+
+
+@pytest.mark.slow
+def test_submit_tells_when_the_log_begins_and_what_was_uploaded(config, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    found = report(submit.main, capsys, config, "--rounds", "1")
+    marks = found["marks"]
+    assert {"submitted", "first line of the run's log", "first step"} <= set(marks)
+    assert sorted(marks.values()) == list(marks.values())
+    assert found["package"]["files"] > found["package_without_demo_model"]["files"] > 100
+    assert 2**17 < found["package_without_demo_model"]["bytes"] < 2**20
