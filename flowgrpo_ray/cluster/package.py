@@ -133,7 +133,7 @@ def _our_code(with_model: bool) -> dict[str, Path | bytes]:
     for top in ("flowgrpo_ray", "actors"):
         for path in sorted((_SOURCE / top).rglob("*")):
             name = path.relative_to(_SOURCE).as_posix()
-            if path.is_file() and not set(ALWAYS_OUT) & set(path.parts[len(_SOURCE.parts):]) and (
+            if path.is_file() and path.parent.name != "__pycache__" and (
                     with_model or not name.startswith(_TINY_MODEL)):
                 found[name] = path
     return found

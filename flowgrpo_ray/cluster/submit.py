@@ -17,7 +17,7 @@ from flowgrpo_ray.cluster.follow import Ended, follow
 from flowgrpo_ray.cluster.job_server import JobServer
 from flowgrpo_ray.cluster.package import Package
 from flowgrpo_ray.config import Config, load
-from flowgrpo_ray.errors import ConfigError, HubError, ResourceError, counted
+from flowgrpo_ray.errors import ConfigError, HubError, ResourceError, counted, first_line
 from flowgrpo_ray.paths import check_run_dir
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.provenance import commit
@@ -35,7 +35,7 @@ class Submission:
     """A run that is ready to be submitted.
 
     Attributes:
-        run_dir: URI of the run's folder.
+        run_dir: URI of the run's folder, without credentials.
         notes: what could not be checked or is not packed.
     """
 
@@ -73,14 +73,27 @@ def prepare(config: Config, *, working_dir: Path | None = None, image_code: bool
     """
     check_run_dir(config.run.dir)
     notes, elsewhere = [], package.on_cluster_only(config)
+    for key, uri in (("data.train_prompts", config.data.train_prompts), ("data.eval_prompts", config.data.eval_prompts)):
+        if uri and "://" in uri and (why := _unreadable(uri)):
+            notes.append(f"{key} is not checked here, but in the job: {why}")
+            elsewhere.append(key)
     try:
         check(config, elsewhere)
     except HubError as error:
         notes.append(f"the model is not checked here, but in the job: {error}")
         check(config, [*elsewhere, "model.path"])
     built = package.build(config, working_dir=working_dir, image_code=image_code)
-    run_dir = storage.join(config.run.dir, config.run.name)
+    run_dir = storage.redact(storage.join(config.run.dir, config.run.name))
     return Submission(config, built, run_dir, notes + built.notes)
+
+
+def _unreadable(uri: str) -> str:
+    """Why an object store cannot be read from here (no access, no connection), if so; the cluster may have both."""
+    try:
+        storage.size(uri)
+    except OSError as error:  # and a deadline that has passed
+        return first_line(error)
+    return ""
 
 
 def submit(submission: Submission, server: JobServer, say: Say) -> str:
@@ -119,7 +132,7 @@ def follow_run(server: JobServer, job_id: str, write: Callable[[str], None], say
     """Write a job's log until it ends; returns the exit code of its run. Ctrl-C and SIGTERM leave the run to itself."""
     with _leaving(server, job_id, say):
         ended = follow(server, job_id, write, say)
-    say(_verdict(ended, job_id))
+    say(verdict(ended, job_id))
     return ended.code
 
 
@@ -139,16 +152,19 @@ def _leaving(server: JobServer, job_id: str, say: Say):
         raise type(error)(f"{error}\nThe job {job_id} may still be running:\n{how_to(server, job_id)}") from error
 
 
-def _verdict(ended: Ended, job_id: str) -> str:
+def verdict(ended: Ended, job_id: str) -> str:
+    """How a job has ended, in a line."""
     if ended.status == "SUCCEEDED":
         return f"job {job_id} has succeeded"
     if ended.status == "STOPPED":
         return f"job {job_id} was stopped; the same command resumes the run from its newest checkpoint"
     if ended.exit_code == 127:
         return f"job {job_id} has failed: the cluster's PATH has no python (exit code 127)"
+    if ended.code == 137:
+        return f"job {job_id} has failed: it was killed (exit code 137), as a rule because its node was out of memory"
     if ended.exit_code is not None:
         return f"job {job_id} has failed with exit code {ended.code}"
-    return f"job {job_id} has failed before its command ran: {ended.message.strip()}"
+    return f"job {job_id} has failed: {ended.message.strip() or 'Ray gives no reason'}"
 
 
 def _size(size: int) -> str:

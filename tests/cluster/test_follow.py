@@ -10,6 +10,7 @@ from played_job_server import Job, PlayedServer
 from flowgrpo_ray.cluster import follow as module
 from flowgrpo_ray.cluster.follow import Ended, follow
 from flowgrpo_ray.cluster.job_server import JobServer, TokenError, Unreachable
+from flowgrpo_ray.cluster.submit import verdict
 from flowgrpo_ray.errors import ResourceError
 
 
@@ -33,6 +34,15 @@ def test_a_job_that_has_ended(played, job, code):
     played.jobs["j"] = job
     ended, text, said = followed(played)
     assert (ended.code, ended.message, text, said) == (code, job.message, "a\nb\n", [])
+
+
+@pytest.mark.parametrize(("ended", "words"), [
+    (Ended("SUCCEEDED", "", 0), "succeeded"), (Ended("FAILED", "log", 2), "failed with exit code 2"),
+    (Ended("FAILED", "log", 127), "PATH has no python"), (Ended("FAILED", "log", -9), "out of memory"),
+    (Ended("FAILED", "Job supervisor actor died", None), "failed: Job supervisor actor died"),
+    (Ended("STOPPED", "", None), "stopped")])
+def test_the_last_line_says_how_it_ended(ended, words):
+    assert words in verdict(ended, "j-1")
 
 
 def test_the_stream_is_cut_and_nothing_is_written_twice(played, monkeypatch):

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from clusters import free_port
 from command import SMALL
 
-from flowgrpo_ray import provenance
+from flowgrpo_ray import provenance, waiting
 from flowgrpo_ray.cluster import package
 from flowgrpo_ray.cluster.submit import load_for_job, prepare
 from flowgrpo_ray.config import load
@@ -107,6 +108,15 @@ def test_what_is_only_on_the_cluster_is_left_to_the_job(here):
     assert [note.split(" is ")[0] for note in ready.notes] == ["model.path /models/sd35", "data.train_prompts /data/words.txt"]
     with pytest.raises(ConfigError, match="data.train_prompts: no prompt file at .*wrods.txt"):
         packed(write(here), "data.train_prompts=wrods.txt")
+
+
+def test_a_store_that_cannot_be_read_from_here_is_left_to_the_job(here, monkeypatch):
+    monkeypatch.setattr(waiting.limits, "storage", 0.2)
+    uri = f"s3://bucket/words.txt?endpoint_override=127.0.0.1:{free_port()}&scheme=http&allow_bucket_creation=false"
+    ready = packed(write(here), f"data.train_prompts='{uri}'")
+    assert "data.train_prompts is not checked here, but in the job: " in ready.notes[0]
+    with pytest.raises(ConfigError, match="no store is named 's4'"):
+        packed(write(here), "data.train_prompts=s4://bucket/words.txt")
 
 
 def test_weights_are_not_packed(here, tmp_path):
@@ -218,5 +228,6 @@ def test_too_large_a_package_names_its_largest_files(here, tmp_path, monkeypatch
 def test_the_metadata_is_text_and_the_grace_fits(here):
     ready = packed(write(here), "run.grace_s=60")
     assert ready.metadata.keys() == {"run", "run_dir", "commit", "dirty"}
+    assert packed(write(here), "run.dir=s3://key:secret@bucket/runs").metadata["run_dir"] == "s3://***@bucket/runs/r"
     assert ready.metadata["run_dir"] == "s3://bucket/runs/r" and ready.metadata["dirty"] in ("true", "false")
     assert json.dumps(ready.metadata) and int(ready.env_vars["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
