@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import ray
 
-from actors import head, scaling
+from actors import head, nodes, scaling
 from actors.colocated import ColocatedActor
 from actors.commands import Commands
 from actors.dispatch import Checked
@@ -28,7 +28,7 @@ from actors.scoring import Scoring
 from actors.status import Activity, during, run_status, waiting_reason
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
-from flowgrpo_ray import startup, storage
+from flowgrpo_ray import log_lines, startup, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import FlowGrpoError, SyncError
 from flowgrpo_ray.exporter import Exporter, Sink
@@ -116,6 +116,9 @@ class Controller:
 
     def _start(self) -> None:
         config, p = self.config, self.config.pools
+        nodes.begin()
+        if log_lines.on():
+            self.observer.say(nodes.cluster())
         check_resources(config, self._tick)
         check_environments(config)
         tree = config.model_dump(mode="json")
@@ -160,6 +163,9 @@ class Controller:
             self.learners.call("load_checkpoint")
         self.recorder.open()
         self.exporter.go_on_from(self.recorder.last_row)
+        if log_lines.on():
+            where = {pool.name: pool.status() for pool in self.pools} | {"learner": self.learners.status()}
+            self.observer.say(nodes.placed(where))
 
     def _first_call(self, name: str) -> FirstCall | None:
         """What a reward of the user's own is called with when its actor starts; None for others."""
@@ -211,6 +217,7 @@ class Controller:
         for step in range(first, last):
             self.commands.check_stop()
             started, self._step = time.perf_counter(), step + 1
+            log_lines.at_step(step + 1, last)
             row = self.train_step(plan_step(self.config, self.inputs.train, step))
             done = step + 1
             due = (e.every_steps and done % e.every_steps == 0) or (e.at_end and done == last)

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from flowgrpo_ray import signals, waiting
+from flowgrpo_ray import log_lines, signals, waiting
 from flowgrpo_ray.errors import ResourceError
 
 last_words = ""  # what is lost if this process ends now
@@ -126,7 +126,8 @@ def _leave_with_ray(number: int) -> None:
     """End this process where SIGTERM came to Ray's processes too; where it did not, the main thread ends in good order."""
     if number == signal.SIGTERM and gone(wait_s=60.0):
         lost = f" ({last_words})" if last_words else ""
-        os.write(2, f"terminated, and Ray with it; the same command resumes from the newest checkpoint{lost}\n".encode())
+        text = log_lines.marked(f"terminated, and Ray with it; the same command resumes from the newest checkpoint{lost}")
+        os.write(2, f"{text}\n".encode())
         os._exit(128 + signal.SIGTERM)  # what is left of Ray's processes goes with this one
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.util import remove_placement_group
 
-from actors import head
+from actors import head, nodes
 from actors.dispatch import EVENTS
 from actors.names import ActorNames
 from actors.placement import actor_options, place_learners
@@ -170,7 +170,7 @@ class LearnerGroup:
                    for rank in range(self.world_size)]
         self.actors = [remote.options(**o).remote(tree, pool.num_gpus > 0, run_id, pool.nice) for o in options]
         self.pending: dict[ray.ObjectRef, str] = {}
-        self._nodes: Counter[str] = Counter()  # ranks that are in the group, by address
+        self._places: list[Process] = []  # by rank, once they are in the group
         self._last_progress = time.monotonic()
         self.watch: Callable[[str], object] = lambda waiting_for: None  # called several times a second in every wait
 
@@ -180,8 +180,9 @@ class LearnerGroup:
         address = self._get(self._watch([self.actors[0].address.remote()], "address"), timeout_s)[0]
         setup = [(rank, self.world_size, address) for rank in range(self.world_size)]
         chosen = self._get(self.cast_each("setup", setup), max(0.0, deadline - time.monotonic()))
-        places = self._get(self.cast("ready"), max(1.0, deadline - time.monotonic()))
-        self._nodes = Counter(process.node for process in places)
+        self._places = self._get(self.cast("ready"), max(1.0, deadline - time.monotonic()))
+        for place in self._places:
+            nodes.used(place)
         log.debug("train.sharding %s on %d learner ranks", chosen[0], self.world_size)
 
     def check_run_dir(self, run_dir: str, timeout_s: float) -> None:
@@ -235,10 +236,10 @@ class LearnerGroup:
 
     def status(self) -> PoolStatus:
         """The state of the group now; no call is made for it."""
-        ready = self._nodes.total()
+        ready = len(self._places)
         busy = sum(doing != "idle" for doing in self.activity()) if ready else 0
         return PoolStatus(self.world_size, ready, self.world_size - ready, busy, counts=dict.fromkeys(EVENTS, 0),
-                          nodes=dict(self._nodes))
+                          nodes=dict(Counter(place.node for place in self._places)))
 
     def reap(self, ref: ray.ObjectRef) -> Any:
         """Take the value of a finished call; a failed one is raised with the rank's name."""
@@ -248,14 +249,15 @@ class LearnerGroup:
             return ray.get(ref, timeout=60)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):  # a full disk, a store that is gone
-                raise FlowGrpoError(f"{what} failed: {error.cause}\nThe same command resumes from the newest "
+                raise FlowGrpoError(f"{what} failed: {error.cause}. The same command resumes from the newest "
                                     "checkpoint") from error
             cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
             raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
         except ray.exceptions.RayError as error:
             head.check()
-            raise FlowGrpoError(f"{what} failed: {type(error).__name__}: {error}\nThe same command resumes from the newest "
-                                "checkpoint") from error
+            rank = int(what.rpartition(" ")[2])
+            why = nodes.why_lost(error, *self._places[rank][1:]) if self._places else nodes.why_lost(error)
+            raise FlowGrpoError(f"{what} failed: {why}. The same command resumes from the newest checkpoint") from error
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Issue a call to all ranks and wait for all answers, in rank order."""

@@ -12,9 +12,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 
+from actors import nodes
 from actors.dispatch import EVENTS, Checked, Member, Task, serving
 from actors.environments import setup_reason
-from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, first_line, message_of
+from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, message_of
 from flowgrpo_ray.status import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -195,9 +196,10 @@ class Members:
                 self.counts["deaths"] += 1
                 self._excused += 1
                 self._cannot_start(member, FlowGrpoError(
-                    f"pool {self.name}: new actor {member.index} died while starting: {first_line(error)}"))
+                    f"pool {self.name}: new actor {member.index} died while starting: "
+                    f"{nodes.why_lost(error, member.node, member.node_id)}"))
             else:
-                self._died(member, f"while starting: {first_line(error)}")
+                self._died(member, f"while starting: {nodes.why_lost(error, member.node, member.node_id)}")
             return
         except RuntimeEnvSetupError as error:
             self._cannot_start(member, FlowGrpoError(
@@ -207,6 +209,7 @@ class Members:
         member.starting.pop(0)
         if not member.up:  # the first answer is `ready`'s: now it is given what is current
             member.pid, member.node, member.node_id = value
+            nodes.used(value)
             member.starting += self._prepare(member.handle)
             if member.newcomer:
                 member.start_deadline = time.monotonic() + self._start_timeout

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors import head
+from actors import head, nodes
 from actors.dispatch import (
     ActorKilledError,
     FailureRecord,
@@ -26,7 +26,7 @@ from actors.dispatch import (
     trusted,
 )
 from actors.lifecycle import Members
-from flowgrpo_ray.errors import FlowGrpoError, counted, first_line
+from flowgrpo_ray.errors import FlowGrpoError, counted
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ActorPool(Members):
         try:
             value, failure = ray.get(ref, timeout=60), None
         except RayActorError as error:
-            self._died(member, first_line(error))
+            self._died(member, nodes.why_lost(error, member.node, member.node_id))
             return
         except RayTaskError as error:
             value, failure = None, error.cause if isinstance(error.cause, Exception) else error
@@ -210,7 +210,7 @@ class ActorPool(Members):
             if position == 0:
                 running.task.kills += 1
                 running.task.fill = 0  # it is suspect: it waits for its second try by itself
-        self._replace(member)
+        self._replace(member, f"died ({why})")
 
     def _salvage(self, member: Member) -> None:
         """Calls that were answered before the actor died are done, though their refs were not looked at yet."""
@@ -234,14 +234,14 @@ class ActorPool(Members):
         log.warning("pool %s: actor %d is replaced: %s", self.name, member.index, why)
         self._salvage(member)
         ray.kill(member.handle)
-        self._replace(member, "failed")
+        self._replace(member, f"failed ({why})")
 
     def _replace(self, member: Member, why: str = "died") -> None:
         if not self._respawns:
             raise FlowGrpoError(f"pool {self.name}: actor {member.index} {why}, and with it a learner rank is lost")
         if not member.draining and self._lost - self._forgiven > self._max_deaths:
             raise FlowGrpoError(f"pool {self.name}: more than {counted(self._max_deaths, 'actor')} died or were "
-                                "taken out within one step (pools.max_actor_deaths)")
+                                f"taken out within one step (pools.max_actor_deaths); actor {member.index} {why}")
         tasks = [running.task for running in member.running.values()
                  if not running.task.settled and not self._done_by_another(running.task, member)]
         member.running.clear()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from flowgrpo_ray import cli_cluster, cli_control, cli_rewards, cli_runs, signals, waiting
+from flowgrpo_ray import cli_cluster, cli_control, cli_rewards, cli_runs, log_lines, signals, waiting
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted
 
@@ -38,6 +38,7 @@ class _Group(TyperGroup):
     """Turns failures that explain themselves into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
+        log_lines.end()
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -50,20 +51,24 @@ class _Group(TyperGroup):
             number = signals.received()  # what fails on the way out does not hide why the command ends
             _fail(error, 1 if number is None else 128 + number)
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            typer.echo(log_lines.marked("interrupted"), err=True)
             raise typer.Exit(signals.INTERRUPTED) from None
         except SystemExit as stop:
             # While Ray connects, a handler of its own is in place: it exits with the bare number of the signal. And what our
             # handler raises while Ray waits comes out of it with code 1.
             if stop.code not in (signal.SIGTERM, signals.TERMINATED) and not signals.terminated():
                 raise
-            typer.echo("terminated", err=True)
+            typer.echo(log_lines.marked("terminated"), err=True)
             raise typer.Exit(signals.TERMINATED) from None
 
 
 def _fail(error: Exception, code: int) -> NoReturn:
-    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(str(error) or type(error).__name__, err=True)
+    text = str(error) or type(error).__name__
+    if log_lines.on():
+        typer.echo(log_lines.marked(f"error: {text}"), err=True)
+    else:
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(text, err=True)
     raise typer.Exit(code) from None
 
 
@@ -92,7 +97,7 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
     The same command resumes from the newest checkpoint of the run of that name.
     """
-    from flowgrpo_ray import offline, storage
+    from flowgrpo_ray import offline, provenance, storage
     from flowgrpo_ray.config import load
 
     settings = load(config, [*offline.place_of(config), *(overrides or [])])
@@ -105,6 +110,8 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
     view.say(f"run {settings.run.name}: {counted(settings.run.steps, 'step')} of "
              f"{counted(settings.sampling.groups_per_step, 'group')} x "
              f"{counted(settings.sampling.group_size, 'image')}, in {storage.display(run_dir)}")
+    if log_lines.on():
+        view.say(provenance.code())
     if hint := monitor_hint(settings.model_dump(mode="json")):
         view.say(hint)
     stopped = ""
@@ -135,7 +142,7 @@ def _report_of_failure(run_dir: str) -> None:
     from flowgrpo_ray.report import write_report
 
     try:
-        typer.echo(f"report of the steps done so far: {storage.display(write_report(run_dir))}", err=True)
+        typer.echo(log_lines.marked(f"report of the steps done so far: {storage.display(write_report(run_dir))}"), err=True)
     except Exception as error:
         log.warning("the report could not be written: %s: %s", type(error).__name__, error)
 
@@ -371,6 +378,9 @@ def _ray_logs_join_ours() -> None:
     logger = logging.getLogger("ray")
     logger.handlers.clear()
     logger.propagate = True
+    from actors.ray_messages import join_ours
+
+    join_ours()
     # Token authentication is Ray's default and needs nothing done.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 

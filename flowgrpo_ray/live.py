@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flowgrpo_ray import storage
+from flowgrpo_ray import log_lines, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import counted
 from flowgrpo_ray.metrics import Row, read_metrics
@@ -50,7 +50,7 @@ class RunConsole(Console):
 def set_up_logging(level: str, console: Console) -> None:
     """Log records of this project at `level` through `console`; of libraries, warnings and errors only.
 
-    In a terminal they are printed above the live view, elsewhere as plain lines.
+    In a terminal they are printed above the live view, elsewhere as lines with time and step (`log_lines`).
     """
     handler: logging.Handler
     if console.is_terminal:
@@ -58,8 +58,8 @@ def set_up_logging(level: str, console: Console) -> None:
                               rich_tracebacks=False)
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        log_lines.begin()
+        handler = log_lines.handler()
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -92,7 +92,7 @@ class PlainView:
 
     def row(self, row: Row) -> None:
         self.rows.append(row)
-        self._print(self._line(row))
+        self._print(self._line(row), step=False)
 
     def resumes(self, step: int) -> None:
         self.start_step = step
@@ -101,8 +101,8 @@ class PlainView:
     def say(self, text: str) -> None:
         self._print(text)
 
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str, *, step: bool = True) -> None:
+        _print(self.console, text, step=step)
 
     def _line(self, row: Row) -> str:
         """A row in one line."""
@@ -215,6 +215,10 @@ class LiveView(PlainView):
         return table
 
 
+def _print(console: Console, text: str, *, step: bool = True, style: str | None = None) -> None:
+    console.print(log_lines.marked(text, step=step), markup=False, highlight=False, soft_wrap=True, style=style)
+
+
 class _WarningCounter(logging.Handler):
     """Counts warnings and errors, and keeps the last one's first line."""
 
@@ -253,8 +257,7 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
         first, last = comparisons[0].first_step, comparisons[0].last_step
         width = max(len("reward"), *(len(line.reward) for line in comparisons))
         steps = f"step {first} and step {last}" if last > first else f"step {last}"
-        console.print(f"Mean reward on the evaluation prompts, {steps} (± standard error)",
-                      style="bold", highlight=False, soft_wrap=True)
+        _print(console, f"Mean reward on the evaluation prompts, {steps} (± standard error)", style="bold")
         lines = [("reward", "weights", "before", "after", "change", "dim")] if last > first else []
         for line in comparisons:
             before, after = (f"{mean:.4f} ± {error or 0:.4f}" for mean, error in (
@@ -264,19 +267,17 @@ def print_summary(config: Config, run_dir: str, console: Console) -> None:
             lines.append((line.reward, line.weights, before, after, change, style) if last > first
                          else (line.reward, line.weights, after, "", "", "default"))
         for reward, weights, before, after, change, style in lines:
-            console.print(f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style,
-                          markup=False, highlight=False, soft_wrap=True)
+            _print(console, f"  {reward:<{width}}  {weights:<7}  {before:>18}  {after:>18}  {change:>9}", style=style)
     else:
         why = _why_no_evaluation(config, rows)
         for name in config.rewards:
             values = [row[f"reward_mean/{name}"] for row in rows if f"reward_mean/{name}" in row]
             if values:
-                console.print(f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last ({why})",
-                              highlight=False)
+                _print(console, f"{name} on the training prompts: {values[0]:.4f} at first, {values[-1]:.4f} at last ({why})")
     minutes = rows[-1].get("time_total", 0.0) / 60
-    console.print(f"trained {counted(int(rows[-1]['step']), 'step')} in {minutes:.1f} minutes", highlight=False)
+    _print(console, f"trained {counted(int(rows[-1]['step']), 'step')} in {minutes:.1f} minutes")
     for what, where in places(run_dir, int(rows[-1]["step"])):
-        console.print(f"  {what:<9} {where}", markup=False, highlight=False, soft_wrap=True)
+        _print(console, f"  {what:<9} {where}")
 
 
 def _why_no_evaluation(config: Config, rows: Sequence[Row]) -> str:

@@ -50,6 +50,14 @@ def commit(source: Path | None = None) -> dict[str, Any] | None:
     return {"id": found, "dirty": False} if found else None
 
 
+def code() -> str:
+    """The code in a line: version, commit, and the packages that decide numbers."""
+    found = commit()
+    where = f"commit {found['id'][:12]}{', with changes' if found['dirty'] else ''}" if found else "commit unknown"
+    own, *others = versions().items()
+    return f"{own[0]} {own[1]} ({where}); " + ", ".join(f"{name} {number}" for name, number in others)
+
+
 def stamp(step: int) -> dict[str, Any]:
     """What is recorded when a driver starts, or resumes, a run at `step`."""
     return {"step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(),

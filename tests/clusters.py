@@ -81,13 +81,24 @@ class Nodes:
                     "--ray-client-server-port", str(free_port()), "--num-cpus", str(num_cpus))
         self._logs = (self.folder / "ray" / "session_latest").resolve() / "logs"
 
-    def add(self, num_cpus: int) -> None:
-        self._start("--address", self.address, "--num-cpus", str(num_cpus))
+    def add(self, num_cpus: int, **labels: str) -> subprocess.Popen:
+        """One more node, with a temporary directory of its own."""
+        folder = self.folder / f"n{len(self._commands)}"
+        return self._start("--address", self.address, "--num-cpus", str(num_cpus), "--temp-dir", str(folder),
+                           *(["--labels", ",".join(f"{key}={value}" for key, value in labels.items())] if labels else []))
 
-    def _start(self, *args: str) -> None:
+    @staticmethod
+    def kill(node: subprocess.Popen) -> None:
+        """As a machine dies: its raylet and all that it has started, without a word."""
+        for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _start(self, *args: str) -> subprocess.Popen:
         command = [str(Path(sys.executable).parent / "ray"), "start", *args, *COMMON, str(free_port()), "--node-ip-address",
                    "127.0.0.1"]
         self._commands.append(start_ray(command, self.environment()))
+        return self._commands[-1]
 
     def drivers(self) -> int:
         """How many drivers have ever connected: each leaves a log of its own on the head."""

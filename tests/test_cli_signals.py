@@ -50,7 +50,7 @@ def test_signals_end_the_run_and_its_actors(tmp_path):
         run = f"{folder}/runs/small"
         assert "Traceback" not in err
         if way == "terminate-group":  # no time for a report
-            assert re.search(r"terminated, and Ray with it; the same command goes on .*\(steps 1 to \d+ are lost\)", err)
+            assert re.search(r"terminated, and Ray with it; the same command resumes .*\(steps 1 to \d+ are lost\)", err)
         else:
             assert "wrote the checkpoint of step" in out and "a second signal ends at once" in out
             assert f"{run}/report.html" in err and Path(run, "report.html").exists()
