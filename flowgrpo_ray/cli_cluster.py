@@ -22,6 +22,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: flowgrpo-ray submit configs/sd35_medium_ocr.yaml run.dir=s3://bucket/runs "
                        "--address http://localhost:8265")(submit)
     app.command(epilog="Example: flowgrpo-ray manifest my.yaml --overlay gpu-8 | kubectl apply -f -")(manifest)
+    app.command(epilog="Example: flowgrpo-ray fetch configs/sd35_medium_ocr.yaml")(fetch)
 
 
 def submit(
@@ -77,3 +78,26 @@ def manifest(
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(made.to_yaml(), nl=False)
+
+
+def fetch(
+    config: ConfigArg, overrides: OverridesArg = None,
+    only: Annotated[str, typer.Option(metavar="WHAT", help="model, rewards or all")] = "all",
+) -> None:
+    """Download the models of a configuration.
+
+    They go to the Hugging Face Hub's cache (HF_HOME). Of several processes with one cache, one downloads and
+    the others wait for it. Afterwards everything loads with HF_HUB_OFFLINE=1.
+    """
+    from flowgrpo_ray.cli import prepare_command
+    from flowgrpo_ray.cluster import fetch as fetching
+    from flowgrpo_ray.config import load
+    from flowgrpo_ray.errors import ConfigError, nearest
+
+    choices = ("model", "rewards", "all")
+    if only not in choices:
+        raise ConfigError(f"--only {only}: there is no such part{nearest(only, choices)}")
+    settings = load(config, overrides)
+    prepare_command(settings, err=True)
+    for line in fetching.fetch(settings, only):
+        typer.echo(line)

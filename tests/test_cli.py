@@ -27,7 +27,7 @@ from flowgrpo_ray.rewards import known_rewards
 from flowgrpo_ray.samples import read_grid
 
 COMMANDS = ("train", "eval", "sample", "export", "report", "doctor", "compare", "prompts", "config", "rewards", "score",
-            "serve-reward", "metrics", "version",
+            "serve-reward", "metrics", "version", "manifest", "fetch",
             "submit", "runs", "status", "scale", "checkpoint", "stop")
 
 

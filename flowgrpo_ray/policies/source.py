@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_ray import waiting
-from flowgrpo_ray.errors import ConfigError, HubError, first_line, nearest
+from flowgrpo_ray import hub, waiting
+from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
@@ -201,13 +201,6 @@ def _nested(folder: Path) -> str:
 def _fetch(model: ModelConfig, name: str) -> str:
     """Text of a small file of a hub model; raises ConfigError that says why there is none."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     where = f"model.path {model.path!r}"
 
@@ -218,23 +211,7 @@ def _fetch(model: ModelConfig, name: str) -> str:
             get_hf_file_metadata(hf_hub_url(model.path, name, revision=model.revision))
         return hf_hub_download(model.path, name, revision=model.revision)
 
-    try:
+    with hub.explained(where, model.path, model.revision, f"the hub model has no {name}, so it is not a diffusers pipeline"):
         file = waiting.bounded(fetch, f"{name} of {model.path} from the Hugging Face Hub",
                                waiting.limits.hub, setting="run.hub_timeout_s")
-    except GatedRepoError as error:
-        raise HubError(f"{where}: the hub gives this model only to those who accepted its licence; log in with "
-                          "`hf auth login` or set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ConfigError(f"{where}: there is no such folder, and the hub has no model of that name (or it is private "
-                          "and HF_TOKEN is not set)") from error
-    except RevisionNotFoundError as error:
-        raise ConfigError(f"{where}: the hub model has no revision {model.revision!r}") from error
-    except LocalEntryNotFoundError as error:
-        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                          f"hub could not be reached ({first_line(error)})") from error
-    except EntryNotFoundError as error:
-        raise ConfigError(f"{where}: the hub model has no {name}, so it is not a diffusers pipeline") from error
-    except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
-        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                          f"hub answered {first_line(error)}") from error
     return Path(file).read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from flowgrpo_ray.signals import by_signal
 if TYPE_CHECKING:
     from flowgrpo_ray.prompts import PromptRecord
 
+PINNED = ("model", "checkpoint", "detector")  # options that option `revision` is of
 LARGEST = 1e12  # of a score's absolute value: squares and sums of scores stay far from overflow
 
 # What `Reward.score` takes and gives, apart from the images.
@@ -38,6 +39,7 @@ class Option:
     it is the default. `minimum` and `maximum` are the smallest and the largest number. Numbers are finite, but for a
     default that is not. `infrastructure`: it says where and how a server is asked. No score depends on it, so it may change
     when a run resumes. `path`: a local path, or the name of a model; a path is made absolute when the configuration is loaded.
+    `weights`: of a model with that name the weights are loaded, not its tokenizer or configuration alone.
     """
 
     default: Any
@@ -48,6 +50,7 @@ class Option:
     maximum: float | None = None
     infrastructure: bool = False
     path: bool = False
+    weights: bool = True
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, or None."""
@@ -121,6 +124,16 @@ def read_only(images: np.ndarray) -> np.ndarray:
     others share: a reward that works in place fails everywhere alike. The array itself is read-only afterwards, too."""
     images.flags.writeable = False
     return images.view()
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A local path, OWNER/REPO or OWNER/REPO/FILE, of an option of a reward; of OWNER/REPO the weights only with `weights`."""
+
+    option: str
+    name: str
+    revision: str | None = None
+    weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -209,6 +222,12 @@ class Reward(ABC):
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:
         """Which options, right one by one, do not go together, one sentence each. `settings` has every option."""
         return []
+
+    @classmethod
+    def hub_sources(cls, settings: Mapping[str, Any]) -> list[HubSource]:
+        """What a reward may load from the Hugging Face Hub: every option that is a path or the name of a model."""
+        return [HubSource(key, settings[key], settings.get("revision") if key in PINNED else None, option.weights)
+                for key, option in cls.options.items() if option.path and isinstance(settings[key], str)]
 
     @classmethod
     def longest_wait(cls, settings: Mapping[str, Any]) -> float:

@@ -38,7 +38,7 @@ def model_options(model: str, processor: str | None) -> dict[str, Option]:
     return {
         "model": Option(model, "Folder or hub name of a CLIPModel in transformers' layout", path=True),
         "processor": Option(processor, f"Folder or hub name of {files}" + ("" if processor else "; default is the model's"),
-                            path=True),
+                            path=True, weights=False),
         "revision": Option(None, "Hub revision of `model` (branch, tag or commit)"),
         **LOCAL_OPTIONS,
     }

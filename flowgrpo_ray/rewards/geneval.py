@@ -10,6 +10,7 @@ import numpy as np
 
 from flowgrpo_ray.rewards.base import (
     GroupIds,
+    HubSource,
     Metadata,
     Option,
     Reward,
@@ -105,6 +106,11 @@ class GenEval(Reward):
             return [problem]
         here, unused = ("url", LOCAL_ONLY) if settings["url"] is not None else ("detector", REMOTE_ONLY)
         return [f"option {key} means nothing with {here}" for key in unused if settings[key] != cls.options[key].default]
+
+    @classmethod
+    def hub_sources(cls, settings: Mapping[str, Any]) -> list[HubSource]:
+        """See `Reward.hub_sources`; on a server nothing is loaded here."""
+        return super().hub_sources(settings) if settings["detector"] is not None else []
 
     @classmethod
     def longest_wait(cls, settings: Mapping[str, Any]) -> float:

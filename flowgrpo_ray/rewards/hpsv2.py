@@ -82,9 +82,9 @@ class HpsV2(TextAlignment):
         "checkpoint": Option("xswu/HPSv2/HPS_v2.1_compressed.pt",
                              "HPS_v2_compressed.pt, HPS_v2.1_compressed.pt or alike: a file, or OWNER/REPO/FILE on the hub",
                              path=True),
-        "processor": Option(VIT_H, "Folder or hub name of the tokenizer", path=True),
+        "processor": Option(VIT_H, "Folder or hub name of the tokenizer", path=True, weights=False),
         "config": Option(None, "Folder or hub name of a CLIP config.json, where the checkpoint is no ViT-H/14",
-                         path=True),
+                         path=True, weights=False),
         "revision": Option(None, "Hub revision of `checkpoint` (branch, tag or commit)"),
         **LOCAL_OPTIONS,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +13,7 @@ import numpy as np
 from flowgrpo_ray.rewards import image_reward_package
 from flowgrpo_ray.rewards.base import (
     GroupIds,
+    HubSource,
     Metadata,
     Option,
     Reward,
@@ -77,9 +78,17 @@ class ImageReward(Reward):
                           path=True),
         "med_config": Option(None, "Configuration of the text encoder: a file, or OWNER/REPO/FILE on the hub; default is "
                              "med_config.json beside the weights", path=True),
-        "tokenizer": Option("bert-base-uncased", "Folder or hub name of the tokenizer", path=True),
+        "tokenizer": Option("bert-base-uncased", "Folder or hub name of the tokenizer", path=True, weights=False),
         **LOCAL_OPTIONS,
     }
+
+    @classmethod
+    def hub_sources(cls, settings: Mapping[str, Any]) -> list[HubSource]:
+        """See `Reward.hub_sources`; the published configuration lies beside the weights."""
+        found = super().hub_sources(settings)
+        if settings["med_config"] is None and not Path(settings["weights"]).expanduser().is_file():
+            found.append(HubSource("med_config", f"{settings['weights'].rpartition('/')[0]}/med_config.json"))
+        return found
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
