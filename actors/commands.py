@@ -61,14 +61,15 @@ class Commands:
                                         f"{storage.display(last.checkpoint.uri)}")
             return
         self._to_save.append(request)
-        self.control.reply(request, f"the checkpoint of {self._next_save()} follows", final=False)
+        self.control.reply(request, f"waiting for the checkpoint of {self._next_save()}", final=False)
 
     def _stop(self, request: Request) -> None:
         controller = self._controller
         now = request.args.get("now") or controller.activity.phase == "starting"
         self.stopping = True
         if not now:
-            self.control.reply(request, f"the run stops after the checkpoint of {self._next_save()}", final=False)
+            when = f"after the checkpoint of {self._next_save()}" if controller.step_begun else "before its next step"
+            self.control.reply(request, f"the run stops {when}", final=False)
             return
         self.control.reply(request, "the run stops now", final=False)
         if not self.ending:
@@ -78,7 +79,7 @@ class Commands:
         last = self._controller.last
         if self._controller.activity.phase == "checkpointing":
             return f"step {last.finished}"
-        return f"step {last.finished + 1}, when that is finished,"
+        return f"step {last.finished + 1}, when that is finished"
 
     # The driver's loop ------------------------------------------------------------------------------------------------
 

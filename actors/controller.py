@@ -185,6 +185,11 @@ class Controller:
             return ray.remote(actor_class).options(**options).remote(*args)
         return spawn
 
+    @property
+    def step_begun(self) -> bool:
+        """Whether a training step has begun; until its checkpoint, if there is one, is committed."""
+        return bool(self._step) or self.activity.phase == "checkpointing"
+
     # The loop ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:

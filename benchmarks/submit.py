@@ -36,8 +36,8 @@ MARKS = {  # by the line that shows it
 
 
 @contextmanager
-def head() -> Iterator[tuple[str, dict[str, str]]]:
-    """A Ray head on this machine: (address of its dashboard, environment of commands that use it)."""
+def head() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A Ray head on this machine: (its dashboard, its own address, environment of commands that use it)."""
     folder = tempfile.mkdtemp(prefix="fgs", dir="/tmp")  # short: Ray puts sockets into it
     ports = [_free_port() for _ in range(4)]
     here = Path(sys.executable).parent
@@ -57,7 +57,7 @@ def head() -> Iterator[tuple[str, dict[str, str]]]:
         else:
             raise FlowGrpoError("Ray did not start:\n" + "".join(said))
         time.sleep(5)  # the head's agents are still starting
-        yield f"http://127.0.0.1:{ports[3]}", environment
+        yield f"http://127.0.0.1:{ports[3]}", f"127.0.0.1:{ports[0]}", environment
     finally:
         left = []
         with suppress(psutil.NoSuchProcess):
@@ -117,7 +117,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     if options.address:
         rounds = [one_round(options.words, options.address, dict(os.environ)) for _ in range(options.rounds)]
     else:
-        with head() as (address, environment):
+        with head() as (address, _, environment):
             rounds = [one_round(options.words, address, environment) for _ in range(options.rounds)]
     marks = {what: statistics.median(r["marks"][what] for r in rounds) for what in MARKS if what in rounds[0]["marks"]}
     return {"machine": found, "rounds": rounds, "marks": marks, "package": rounds[0]["package"],

@@ -66,13 +66,12 @@ def run(url: str, token_file: str | None, args: Sequence[str], name: str | None,
 
 def _code_of(jobs: Sequence[Any], name: str | None) -> dict[str, str]:
     """The runtime environment of the command's job: the code that a living run was submitted with, if it was with any."""
-    for job in jobs:
-        known = job.metadata or {}
-        code = (job.runtime_env or {}).get("working_dir")
-        if code and not job.status.is_terminal() and "run_dir" in known and (
-                name is None or name.rstrip("/") in (known.get("run"), known["run_dir"].rstrip("/")) or "/" not in name):
-            return {"working_dir": code}
-    return {}
+    runs = [(job.metadata, job.runtime_env["working_dir"]) for job in jobs if not job.status.is_terminal()
+            and "run_dir" in (job.metadata or {}) and (job.runtime_env or {}).get("working_dir")]
+    meant = [code for known, code in runs if name is not None and name.rstrip("/") in (
+        known.get("run"), known["run_dir"].rstrip("/"))]
+    codes = meant or [code for _, code in runs]  # it may be named by its run id
+    return {"working_dir": codes[0]} if codes else {}
 
 
 def _could_not_run(end: Ended, log: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ def _choose(address: str | None) -> str:
     token = next((ray.token for ray in here if ray.address == address), None)
     if token and not any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     return address
 
 
@@ -100,12 +102,12 @@ def connected(address: str | None = None) -> Iterator[None]:
         ConfigError: there is no Ray, or more than one, to choose from.
         ResourceError: it cannot be reached.
     """
-    import ray
-
-    if ray.is_initialized():
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         yield
         return
-    address = _choose(address)
+    address = _choose(address)  # before Ray is imported, which reads the token then
+    import ray
+
     from actors import head
     from actors.ray_errors import cannot_connect
 

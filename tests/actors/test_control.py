@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from fake_ray import FakeRay, Handle
+from ray.exceptions import RayActorError
 from runs import Watcher, assert_same_bits, run, small_config
 
+from actors import control
 from actors.commands import Commands
-from actors.control import ControlActor, Request
+from actors.control import Control, ControlActor, Request
 from actors.last_step import LastStep, Saved
 from actors.status import Activity
 from flowgrpo_ray.checkpoint import latest
@@ -61,6 +64,102 @@ def test_the_status_has_an_age_and_the_end_of_a_run_waits_for_its_clients():
 
 # The driver's side ----------------------------------------------------------------------------------------------------
 
+class Actors(FakeRay):
+    """Ray for the control actors of a run: each is made from the class by its driver, and lives until a test ends it."""
+
+    def __init__(self) -> None:
+        self.made: list[Handle] = []
+        self.killed: list[Handle] = []
+        self.name_taken = False
+
+    def remote(self, cls):
+        return self
+
+    def options(self, **options):
+        assert options["namespace"] == "flowgrpo" and options["name"] == "flowgrpo-control-1a2b"
+        assert options["num_cpus"] == 0
+        return SimpleNamespace(remote=self.make)
+
+    def make(self, status):
+        if self.name_taken:
+            raise ValueError("the name is already taken")
+        self.made.append(Handle(lambda method, *args: None))
+        return self.made[-1]
+
+    def kill(self, handle):
+        self.killed.append(handle)
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: "00" * 28)
+
+
+class Driver:
+    """The driver's side of the control, on a clock of the test's."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ray, self.now, self.obeyed = Actors(), 0.0, []
+        monkeypatch.setattr(control, "ray", self.ray)
+        monkeypatch.setattr(control, "NodeAffinitySchedulingStrategy", lambda node, soft: None)
+        monkeypatch.setattr(control.time, "monotonic", lambda: self.now)
+        self.control = Control("1a2b", dict, self.obeyed.append)
+
+    def settle(self, after_s: float = 1.0) -> None:
+        self.now += after_s
+        self.control.settle()
+
+    def calls(self, method: str) -> list:
+        return [call for call in self.ray.made[-1].calls if call.method == method]
+
+    def give(self, *ids: str) -> None:
+        """Commands of these ids reach the driver."""
+        self.calls("take")[-1].refs[0].end([{"id": id, "command": "checkpoint", "args": {}} for id in ids])
+        self.settle()
+
+    def die(self) -> None:
+        for call in self.ray.made[-1].calls:
+            call.refs[0].end(error=RayActorError())
+        self.settle()
+
+
+def test_a_command_is_obeyed_once_though_its_client_asks_the_next_actor_again(monkeypatch):
+    driver = Driver(monkeypatch)
+    driver.settle()
+    driver.give("a")
+    (request,) = driver.obeyed
+    driver.control.reply(request, "waiting", final=False)
+    driver.die()
+    driver.settle()
+    assert len(driver.ray.made) == 2, "it is made again"
+    driver.give("a", "b")
+    assert [request.id for request in driver.obeyed] == ["a", "b"]
+    assert driver.calls("answer")[0].args == ("a", [{"text": "waiting", "code": 0, "final": False}])
+    driver.control.reply(request, "done")
+    assert [reply["text"] for reply in driver.calls("answer")[-1].args[1]] == ["waiting", "done"]
+
+
+def test_an_actor_that_cannot_live_is_made_ever_more_rarely_and_a_hung_one_is_replaced(monkeypatch):
+    driver = Driver(monkeypatch)
+    for _ in range(200):
+        driver.settle()
+        if driver.control.refs():
+            driver.die()
+    assert 5 <= len(driver.ray.made) <= 12
+    driver.ray.name_taken = True
+    for _ in range(100):
+        driver.settle()
+    assert not driver.control.refs(), "another driver of the run has the name"
+    driver.ray.name_taken = False
+    for _ in range(100):
+        driver.settle()
+    driver.control.push({"step": 1})
+    driver.control.push({"step": 2})
+    assert len(driver.calls("push")) == 1, "no more than one is under way"
+    made = len(driver.ray.made)
+    driver.settle(control.HUNG_S + 1)
+    driver.settle(control.LONGEST_REST_S + 1)
+    assert driver.ray.killed == [driver.ray.made[made - 1]] and len(driver.ray.made) == made + 1
+
+
 class Line:
     """Stands where the connection to the clients stands."""
 
@@ -71,14 +170,16 @@ class Line:
         self.said.append((request.id, text, code, final))
 
 
-def obeying(finished: int, saved: int, phase: str = "sampling", scale=None) -> tuple[Commands, Line, LastStep]:
+def obeying(
+    finished: int, saved: int, phase: str = "sampling", scale=None, step_begun: bool = True
+) -> tuple[Commands, Line, LastStep]:
     last = LastStep(saved, grace_s=9.0)
     last.finished = finished
     last.checkpoint = Saved(saved, f"/runs/x/checkpoints/step_{saved}", 10, 0.0) if saved else None
     activity = Activity()
     activity.phase = phase
-    controller = SimpleNamespace(last=last, activity=activity, scale=scale, recorder=SimpleNamespace(run_id="1a2b"),
-                                 config=SimpleNamespace(run=SimpleNamespace(steps=30)))
+    controller = SimpleNamespace(last=last, activity=activity, scale=scale, step_begun=step_begun,
+                                 recorder=SimpleNamespace(run_id="1a2b"), config=SimpleNamespace(run=SimpleNamespace(steps=30)))
     of_run = Commands(controller)
     of_run.control = line = Line()
     return of_run, line, last
@@ -87,7 +188,8 @@ def obeying(finished: int, saved: int, phase: str = "sampling", scale=None) -> t
 def test_a_checkpoint_comes_after_the_step_in_progress_or_is_there():
     of_run, line, last = obeying(finished=4, saved=2)
     of_run._obey(Request("a", "checkpoint", {}))
-    assert line.said == [("a", "the checkpoint of step 5, when that is finished, follows", 0, False)] and of_run.want_checkpoint
+    assert line.said == [("a", "waiting for the checkpoint of step 5, when that is finished", 0, False)]
+    assert of_run.want_checkpoint
     last.finished = last.saved = 5
     last.checkpoint = Saved(5, "/runs/x/checkpoints/step_5", 10, 0.0)
     of_run.saved()
@@ -103,7 +205,7 @@ def test_a_stop_ends_the_run_between_two_steps_and_now_at_once():
     of_run, line, last = obeying(finished=4, saved=4)
     of_run.check_stop()
     of_run._obey(Request("a", "stop", {"now": False}))
-    assert line.said == [("a", "the run stops after the checkpoint of step 5, when that is finished,", 0, False)]
+    assert line.said == [("a", "the run stops after the checkpoint of step 5, when that is finished", 0, False)]
     assert of_run.want_checkpoint
     last.finished = last.saved = 5
     with pytest.raises(StopRequested, match="stopped on request at step 5 of 30; the same command resumes from there"):
@@ -114,6 +216,12 @@ def test_a_stop_ends_the_run_between_two_steps_and_now_at_once():
     of_run.ending = True
     of_run._obey(Request("c", "stop", {"now": True}))
     assert line.said[-1] == ("c", "the run stops now", 0, False), "on its way out it is not interrupted again"
+
+
+def test_a_stop_before_the_first_step_names_no_checkpoint():
+    of_run, line, _ = obeying(finished=0, saved=0, phase="evaluating", step_begun=False)
+    of_run._obey(Request("a", "stop", {}))
+    assert line.said == [("a", "the run stops before its next step", 0, False)] and of_run.stopping
 
 
 def test_a_run_that_starts_is_stopped_at_once_and_not_scaled():
@@ -190,7 +298,8 @@ def test_a_commanded_run_gives_the_same_bits(folder):
     outcomes, uri = client.joined(), f"{folder}/told/checkpoints/step_"
     assert all(code == 0 for code, _ in outcomes.values()), outcomes
     assert "phase" in outcomes["1.0"][1][0] and str(folder / "told") in outcomes["1.2"][1][0]
-    assert outcomes["1.1"][1] == ["the checkpoint of step 1, when that is finished, follows", f"checkpoint of step 1: {uri}1"]
+    assert outcomes["1.1"][1] == [
+        "waiting for the checkpoint of step 1, when that is finished", f"checkpoint of step 1: {uri}1"]
     assert outcomes["2.1"][1][-1] in (f"checkpoint of step 2: {uri}2", f"checkpoint of step 3: {uri}3") or (
         f"its checkpoint exists: {uri}" in outcomes["2.1"][1][-1])
     assert outcomes["3.1"][1][-1].startswith("stopped on request at step 3 of 4")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -116,19 +115,3 @@ def test_a_run_that_is_stopped_now_and_two_runs_of_one_name(head, tmp_path):
         rest, _ = output(training)
         assert rest.splitlines()[-1].startswith("stopped on request at step ")
         assert latest(f"{tmp_path}/{folder}/runs/same").step >= 1
-
-
-@pytest.mark.slow
-def test_status_and_scale_are_acknowledged_soon(head, tmp_path, record_property):
-    """Recorded, not asserted: seconds are the machine's."""
-    training = train(head, tmp_path, "quick", 1000)
-    for line in training.stdout:
-        if line.startswith("step    1/1000"):
-            break
-    for args in (["status", "quick"], ["scale", "quick", "rollout=2"]):
-        started = time.monotonic()
-        output(flowgrpo_ray(head, tmp_path, *args, "--address", head.address))
-        record_property(args[0], time.monotonic() - started)
-        print(args[0], time.monotonic() - started)
-    output(flowgrpo_ray(head, tmp_path, "stop", "quick", "--now", "--address", head.address))
-    output(training)
