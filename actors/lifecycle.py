@@ -171,7 +171,7 @@ class Members:
     def prepare_again(self, prepare: Callable[[Any], Checked]) -> None:
         """Make every member answer further calls before it gets more work (a new adapter is out)."""
         for member in self.members:
-            if not all(running.task.settled for running in member.running.values()):  # a call taken over may still be about
+            if member.busy:
                 raise FlowGrpoError(f"pool {self.name}: new weights while actor {member.index} works under the old ones")
             if member.up:  # others get what is current then: a call that waits for an actor would keep its weights alive
                 member.starting = [*member.starting, *prepare(member.handle)]
@@ -260,7 +260,7 @@ class Members:
         self.target = target
         staying = [m for m in self.members if not m.draining]
         staying.sort(key=lambda m: (m.was_ready, not m.newcomer, m.handle is not None, -m.index))
-        for member in staying[: len(staying) - target if len(staying) > target else 0]:
+        for member in staying[: max(0, len(staying) - target)]:
             self._retire(member)
         missing = target - len(staying)
         for member in self.members:

@@ -90,11 +90,11 @@ def _short(new: Sequence[PoolConfig]) -> str:
 
 
 def make_room(pools: Iterable[ActorPool]) -> None:
-    """Let new actors stand back while a pool has no actor that could work: the room that one has left is for the next."""
+    """Let new actors stand back while another pool has none that could work: the room that one has left is for the next."""
     pools = list(pools)
-    needed = any(pool.needs_room for pool in pools)
+    needy = [pool for pool in pools if pool.needs_room]
     for pool in pools:
-        pool.hold_newcomers(needed)
+        pool.hold_newcomers(any(other is not pool for other in needy))
 
 
 def emptied(pools: Iterable[ActorPool]) -> set[str]:

@@ -207,7 +207,7 @@ class LiveView(PlainView):
             if len(members) <= _ACTORS_SHOWN:
                 lines = members
             else:
-                kinds = [what.split(" ", 1)[0] for what in members]
+                kinds = [what.split(" ", 1)[0].rstrip(":") for what in members]
                 lines = [", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))]
             for number, what in enumerate(lines):
                 table.add_row(Text(pool if number == 0 else "", style="cyan"),

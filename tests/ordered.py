@@ -131,3 +131,6 @@ class Halting:
         if self.index in fails_on:
             raise ValueError(f"{number} failed on {self.index}")
         return number, self.index
+
+    def value(self, size: int) -> bytes:
+        return bytes(size)

@@ -61,7 +61,7 @@ def test_live_view_shows_numbers_actors_events_and_warnings():
         for row in ROWS:
             view.row(row)
         view.activity({"rollout": ["sample step 2 group 0 shard 1", "idle"], "learner": ["accumulate"],
-                       "reward.ocr": ["score a"] * 3 + ["idle"] * 2})
+                       "reward.ocr": ["score a"] * 3 + ["idle"] * 2 + ["draining: score b"]})
         logging.getLogger("actors.pool").warning("pool rollout: actor 1 died (it [was] killed)")
         logging.getLogger("actors.pool").info("waiting")
         logging.getLogger("diffusers").info("chatter")
@@ -71,7 +71,7 @@ def test_live_view_shows_numbers_actors_events_and_warnings():
         text = out.getvalue()
     assert "starting 9 actors" in above and "starting 9 actors" not in text
     for part in ("small", "step 1/5", "about 2 min 0 s left", "-0.4000", "evaluation -0.500 -> -0.300", "KL 0.25",
-                 "clip fraction 0.125", "images/s 12.5", "sample step 2 group 0 shard 1", "3 score, 2 idle",
+                 "clip fraction 0.125", "images/s 12.5", "sample step 2 group 0 shard 1", "3 score, 2 idle, 1 draining",
                  "accumulate", "evaluation at step 1",
                  "1 warning, the last: pool rollout: actor 1 died (it [was]"):
         assert part in text, part

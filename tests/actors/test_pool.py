@@ -13,6 +13,7 @@ from actors.dispatch import Task
 from actors.events import drive
 from actors.pool import ActorPool
 from actors.reward import RewardActor
+from actors.scaling import kept_on
 from flowgrpo_ray.errors import FlowGrpoError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -122,3 +123,13 @@ def test_of_an_actor_that_cannot_start_the_last_error_is_told_without_tracebacks
         drive([pool], lambda: pool.all_ready, "the test")
     pool.shutdown()
     assert re.fullmatch(f"pool reward.mine: actor 0 could not start: {message}", str(error.value)), str(error.value)
+
+
+def test_what_the_driver_keeps_on_a_node_is_known(two, tmp_path):
+    """The big value lies where it was made; Ray sends small ones to the driver."""
+    (tmp_path / "go").touch()
+    big, small = (two.pool.members[1].handle.value.remote(size) for size in (300_000, 3))
+    ray.wait([big, small], num_returns=2, timeout=60, fetch_local=False)
+    refs, node = {"big": big, "small": small}, two.pool.members[1].node_id
+    assert kept_on({node, "another"}, refs) == ["big"]
+    assert kept_on({"another"}, refs) == [] and kept_on(set(), refs) == []

@@ -363,6 +363,9 @@ def test_new_actors_stand_back_while_another_pool_has_none():
     rollout.die(rollout.handles[0])
     scaling.make_room([scoring.pool, rollout.pool])
     assert len(scoring.alive) == 1 and rollout.pool.needs_room
+    rollout.pool.resize(2)
+    scaling.make_room([scoring.pool, rollout.pool])
+    assert len(rollout.alive) == 2, "of its own it can use any"
     scoring.pool.settle(set())
     assert len(scoring.alive) == 1, "they wait"
     rollout.play()
@@ -430,7 +433,12 @@ def test_whatever_happens_every_task_is_done_once_under_its_weights(replicas, ro
             elif act == "publish" and site.pool.all_ready:
                 site.play(lambda: site.pool.idle, draw)
                 site.publish()
+                if draw.random() < 0.5:
+                    site.play(lambda: draw.random() < 0.3, draw)
+                    target = draw.randint(1, 6)
+                    site.pool.resize(target)
                 site.play(lambda: site.pool.all_ready, draw)
+                assert site.pool.all_ready
             taking = [m for m in site.pool.members if not m.draining]
             assert len(taking) == target == site.pool.status().target
             assert len({m.index for m in site.pool.members}) == len(site.pool.members)
