@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors import head
 from actors.environments import runtime_env
+from actors.fitting import Node, holders, impossible, scattered
 from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError, counted
@@ -123,7 +124,7 @@ def check_resources(config: Config, watch: Callable[[str], object] = lambda wait
                 demand = _demand(config)
                 if demand is None or demand.wait(timeout_seconds=1):
                     return
-            text = text or _misfit(config)
+            text = _misfit(config, text)
             watch(f"resources: {text}")
             waited = time.monotonic() - start
             # Resources of actors that have just ended come back within moments: allow for that before giving up.
@@ -140,18 +141,18 @@ def check_resources(config: Config, watch: Callable[[str], object] = lambda wait
             remove_placement_group(demand)
 
 
-def _misfit(config: Config) -> str:
-    """Why actors find no place though there is enough in all."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    have = "; ".join(f"{n['NodeManagerAddress']}: CPU {n['Resources'].get('CPU', 0):g}, GPU {n['Resources'].get('GPU', 0):g}"
-                     for n in nodes)
-    for pool in _pools(config):
-        if not any(pool.num_cpus <= n["Resources"].get("CPU", 0) and pool.num_gpus <= n["Resources"].get("GPU", 0)
-                   for n in nodes):
-            return f"an actor with CPU {pool.num_cpus:g}, GPU {pool.num_gpus:g} fits on no node ({have})"
-    selectors = [dict(pool.label_selector) for pool in _pools(config) if pool.label_selector]
-    labels = f", with pools.*.label_selector {', '.join(map(str, selectors))}" if selectors else ""
-    return f"there is enough in all, and not on the nodes one by one{labels} ({have})"
+def _nodes() -> list[Node]:
+    free = ray._private.state.available_resources_per_node()  # Ray offers this nowhere else
+    return [Node(n["NodeManagerAddress"], n["Resources"], free.get(n["NodeID"], {}), n.get("Labels") or {})
+            for n in ray.nodes() if n["Alive"]]
+
+
+def _misfit(config: Config, short: str) -> str:
+    """Why the actors find no place; `short`: what the cluster as a whole has too little of, or an empty string."""
+    nodes = _nodes()
+    text = impossible(_named_pools(config), nodes) or short or scattered(_pools(config), nodes)
+    held = holders(ray.util.list_named_actors(all_namespaces=True))
+    return f"{text}; in use by {held}" if held else text
 
 
 def _demand(config: Config) -> PlacementGroup | None:

@@ -85,9 +85,10 @@ def test_a_growing_cluster_is_waited_for(small_cluster, tmp_path, monkeypatch):
 def test_enough_in_all_and_not_on_one_node_is_found_before_any_actor_starts(small_cluster, tmp_path):
     small_cluster.add(num_cpus=1)
     nodes = r"\([\d.]+: CPU 1, GPU 0; [\d.]+: CPU 1, GPU 0\)"
-    with pytest.raises(ResourceError, match=rf"an actor with CPU 1\.5, GPU 0 fits on no node {nodes}"):
+    with pytest.raises(ResourceError, match=r"pools\.rollout asks for CPU 1\.5, GPU 0, and no node has that; "
+                                            r"the nearest is [\d.]+: CPU 1, GPU 0"):
         run(small_config(tmp_path, "wide", steps=1, overrides={"pools.rollout.num_cpus": 1.5}))
     thirds = {f"pools.{name}.num_cpus": 0.65 for name in ("rollout", "learner", "reward.jpeg_compressibility")}
-    with pytest.raises(ResourceError, match=rf"enough in all, and not on the nodes one by one {nodes}"):
+    with pytest.raises(ResourceError, match=rf"enough in all, but its nodes do not fit all actors {nodes}"):
         run(small_config(tmp_path, "parts", steps=1, overrides=thirds))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.yaml", "wide.yaml"]
