@@ -33,10 +33,12 @@ STEP = re.compile(r"step +(\d+)/\d+")
 
 @pytest.fixture(scope="module")
 def head():
+    """A head without CPUs, as KubeRay's are, and a node for the actors that unpacks what is uploaded for itself."""
     nodes = Nodes()
     nodes.port = free_port()
     try:
-        nodes.start_head(6, dashboard_port=nodes.port)
+        nodes.start_head(0, dashboard_port=nodes.port)
+        nodes.add(6)
         yield nodes
     finally:
         nodes.stop()
@@ -133,6 +135,10 @@ def test_a_lost_connection_ctrl_c_a_run_in_use_and_a_stop(head, tmp_path):
 
     second = Submit(head, tmp_path)
     assert second.wait() == 2 and "is in use by the job long-" in second.err and "package" in second.err
+    plain = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{head.port}", "--", sys.executable, "-m",
+             "flowgrpo_ray.cli", "train", str(tmp_path / "small.yaml"), "run.name=long"]
+    third = subprocess.run(plain, env=head.environment(), capture_output=True, text=True, timeout=120)
+    assert third.returncode != 0 and "runs/long is being written by process" in third.stdout, third.stdout
 
     stop = shlex.split(stop.replace(str(proxy.port), str(head.port)))
     subprocess.run(stop, env=head.environment(), check=True, timeout=120, capture_output=True)
