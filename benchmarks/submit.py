@@ -32,7 +32,7 @@ from flowgrpo_ray.errors import FlowGrpoError
 
 MARKS = {  # by the line that shows it
     "package is made": r"^package: ", "submitted": r"^submitted ", "job's command runs": r"^Running entrypoint ",
-    "first line of the run's log": r"\brun \S+: \d+ steps? of ", "first step": r"\bstep +1/1\b", "end": None}
+    "first line of the run's log": r"\brun \S+: \d+ steps? of ", "first step": r"\bstep +1/1\b.* images/s", "end": None}
 
 
 @contextmanager

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = {"eval": {"at_start": False, "at_end": False}, "logging": {"tensorboard": False}}
-STEP = re.compile(r"step +(\d+)/\d+")
+STEP = re.compile(r"step +(\d+)/\d+.* images/s")
 
 
 @pytest.fixture(scope="module")
