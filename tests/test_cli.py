@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,7 +162,8 @@ def test_wrong_input_is_named_without_a_traceback(tmp_path, monkeypatch, args, c
 def test_train_shows_a_clean_screen(trained):
     folder, _, run_dir, out, err = trained
     assert err == ""
-    lines = out.splitlines()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)"
+    lines = [found[1] if (found := re.fullmatch(stamp, line)) else line for line in out.splitlines()]
     assert lines[0].startswith("run small: 2 steps of 2 groups x 4 images, in ")
     assert lines[1].startswith("jpeg_compressibility is the only reward and nothing else is measured")
     assert lines[2] == "starting 3 actors"
