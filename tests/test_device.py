@@ -44,7 +44,8 @@ def test_the_peak_memory_of_a_call_is_its_own(monkeypatch):
 
     actor = type("Colocated", (SamplingMethods, LearnerMethods), {})()
     actor.sampler, actor.learner = role([50, 3]), role([70, 4])
-    found = [call for _ in range(2) for call in (actor.sample(SimpleNamespace(version=1, slot="policy"), None), actor.accumulate(None, {}, None, None))]
+    request = SimpleNamespace(version=1, slot="policy")
+    found = [call for _ in range(2) for call in (actor.sample(request, None), actor.accumulate(None, {}, None, None))]
     assert found == [60, 80, 13, 14]
 
 
