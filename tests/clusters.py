@@ -34,14 +34,14 @@ def ray_environment(**extra: str) -> dict[str, str]:
             "RAY_AUTH_MODE": "disabled", **extra}
 
 
-def start_ray(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    """Run `ray start --block` in the background, and return once the node is up.
+def start_ray(command: list[str], environment: Mapping[str, str], cwd: Path | None = None) -> subprocess.Popen:
+    """Run `ray start --block` in the background, in a working directory, and return once the node is up.
 
     Raises:
         RuntimeError: it ended instead, with all that it printed.
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=dict(environment), start_new_session=True)
+                               env=dict(environment), cwd=cwd, start_new_session=True)
     said = []
     try:
         for line in process.stdout:

@@ -24,7 +24,7 @@ from clusters import start_ray
 
 NETWORK = "10.231.7"  # known on the bridge alone, so that clusters of other tests may use it too
 RAY = str(Path(sys.executable).parent / "ray")
-STORE_BYTES = 80 * 2**20  # of /dev/shm, per host
+STORE = ("--object-store-memory", str(80 * 2**20))  # of /dev/shm, which all hosts share
 
 
 def ip(*args: str) -> str:
@@ -69,12 +69,33 @@ class Host:
     address: str
     folder: Path
 
+    @property
+    def gcs(self) -> str:
+        """Where nodes and drivers connect to, if this is a head."""
+        return f"{self.address}:6379"
+
+    @property
+    def dashboard(self) -> str:
+        """Where jobs are submitted to, if this is a head."""
+        return f"http://{self.address}:8265"
+
+
+def label_text(labels: Mapping[str, str]) -> str:
+    """Node labels as `ray start` takes them."""
+    return ",".join(f"{key}={value}" for key, value in labels.items())
+
 
 class Hosts:
-    """The machines, and what runs on them. `environment` are variables of everything that is started."""
+    """The machines, and what runs on them.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    Args:
+        environment: variables of everything that is started.
+        working_dir: where Ray's nodes are started, and so where jobs run that bring no directory.
+    """
+
+    def __init__(self, environment: Mapping[str, str], working_dir: Path | None = None) -> None:
         self.environment = dict(environment)
+        self.working_dir = working_dir
         self.prefix = f"fgh{secrets.token_hex(3)}"
         self.hosts: dict[str, Host] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="fgh", dir="/tmp"))
@@ -105,29 +126,31 @@ class Hosts:
         ip("-n", host.namespace, "route", "add", "default", "dev", "eth0")
         return host
 
-    def start_head(self, name: str, *args: str) -> Host:
+    def start_head(self, name: str = "head") -> Host:
         """Add a machine with Ray's head, its dashboard at port 8265; it has no CPUs for actors, as in the manifests."""
-        host = self.add(name)
-        self._ray_start(host, "--head", "--port", "6379", "--dashboard-host", "0.0.0.0", "--num-cpus", "0", *args)
-        return host
+        return self.start({name: ["--head", "--dashboard-host", "0.0.0.0", "--num-cpus", "0", *STORE]})[0]
 
     def start_workers(self, head: Host, workers: Mapping[str, tuple[int, Mapping[str, str]]]) -> list[Host]:
         """Add machines, each by name with its CPUs and labels, that join the cluster of `head`."""
-        added = [self.add(name) for name in workers]
+        return self.start({
+            name: ["--address", head.gcs, "--num-cpus", str(num_cpus), "--labels", label_text(labels), *STORE]
+            for name, (num_cpus, labels) in workers.items()})
 
-        def start(host: Host) -> None:
-            num_cpus, labels = workers[host.name]
-            self._ray_start(host, "--address", f"{head.address}:6379", "--num-cpus", str(num_cpus),
-                            "--labels", ",".join(f"{key}={value}" for key, value in labels.items()))
+    def start(
+        self, nodes: Mapping[str, Sequence[str]], environment: Mapping[str, str] | None = None
+    ) -> list[Host]:
+        """Add machines, each with a Ray node that gets more arguments (and variables), and wait until all are up."""
+        added = [self.add(name) for name in nodes]
+        variables = {**self.environment, **(environment or {})}
+
+        def up(host: Host) -> None:
+            command = [RAY, "start", "--block", "--disable-usage-stats", "--temp-dir", str(host.folder),
+                       "--node-ip-address", host.address, *nodes[host.name]]
+            self._commands.append(start_ray(self.on(host, command), variables, self.working_dir))
 
         with ThreadPoolExecutor(len(added)) as threads:
-            list(threads.map(start, added))
+            list(threads.map(up, added))
         return added
-
-    def _ray_start(self, host: Host, *args: str) -> None:
-        command = [RAY, "start", "--block", "--disable-usage-stats", "--object-store-memory", str(STORE_BYTES),
-                   "--temp-dir", str(host.folder), "--node-ip-address", host.address, *args]
-        self._commands.append(start_ray(self.on(host, command), self.environment))
 
     @staticmethod
     def on(host: Host, command: Sequence[str]) -> list[str]:
@@ -190,9 +213,9 @@ def processes(namespace: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def hosts(environment: Mapping[str, str]) -> Iterator[Hosts]:
+def hosts(environment: Mapping[str, str], working_dir: Path | None = None) -> Iterator[Hosts]:
     """Machines that are gone with the block, with all that runs on them, however it ends."""
-    made = Hosts(environment)
+    made = Hosts(environment, working_dir)
     try:
         yield made
     finally:

@@ -60,7 +60,7 @@ def rows_of(run_dir: Path) -> list[Row]:
 
 
 def submit(made: Hosts, client: Host, head: Host, config: Path, log: Path) -> subprocess.Popen:
-    command = ["ray", "job", "submit", "--address", f"http://{head.address}:8265", "--working-dir", str(config.parent), "--",
+    command = ["ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(config.parent), "--",
                "flowgrpo-ray", "train", config.name]
     with log.open("w") as file:
         return made.popen(client, command, stdout=file, stderr=subprocess.STDOUT)
@@ -72,7 +72,7 @@ def test_a_machine_is_killed_and_another_joins_and_the_adapter_is_that_of_one_ma
     config = write_config(tmp_path / "job" / "hosts.yaml", tmp_path / "runs", POOLS)
     run_dir, log = tmp_path / "runs" / "hosts", tmp_path / "log"
     with hosts(ray_environment()) as made:
-        head = made.start_head("head")
+        head = made.start_head()
         _, _, lost, _ = made.start_workers(head, MACHINES)
         job = submit(made, made.add("client"), head, config, log)
         wait_for_step(job, run_dir, 2)
