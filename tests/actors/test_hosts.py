@@ -1,7 +1,8 @@
-"""A run on machines with addresses of their own: submitted as a job, one machine killed, another in its place."""
+"""A run on machines with addresses of their own: one machine is killed, another joins, a pool is scaled up."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from flowgrpo_ray.metrics import Row, read_metrics
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)
 
-STEPS = 12
+STEPS = 20
 SIZE = {"type": "jpeg_incompressibility", "weight": -0.5}
 BOTH = {"jpeg_compressibility": {}, "size": SIZE}
 # CPUs are as many as leave one place for each actor: `size` has to be on the machine that also samples.
@@ -66,18 +67,32 @@ def submit(made: Hosts, client: Host, head: Host, config: Path, log: Path) -> su
         return made.popen(client, command, stdout=file, stderr=subprocess.STDOUT)
 
 
+def pools_of(made: Hosts, head: Host) -> dict:
+    """The pools of the run, from the control actor on the head."""
+    done = made.run(head, ["flowgrpo-ray", "status", "hosts", "--json", "--address", head.gcs])
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return json.loads(done.stdout)["pools"]
+
+
 @pytest.mark.slow
-def test_a_machine_is_killed_and_another_joins_and_the_adapter_is_that_of_one_machine(tmp_path, ray_cluster):
+@pytest.mark.timeout(600)
+def test_a_machine_is_killed_and_another_joins_and_scoring_is_scaled_up_with_the_adapter_of_one_machine(tmp_path, ray_cluster):
     alone = run(load(write_config(tmp_path / "alone" / "alone.yaml", tmp_path / "runs", SMALL["pools"])))
     config = write_config(tmp_path / "job" / "hosts.yaml", tmp_path / "runs", POOLS)
     run_dir, log = tmp_path / "runs" / "hosts", tmp_path / "log"
     with hosts(ray_environment()) as made:
         head = made.start_head()
         _, _, lost, _ = made.start_workers(head, MACHINES)
-        job = submit(made, made.add("client"), head, config, log)
+        client = made.add("client")
+        job = submit(made, client, head, config, log)
         wait_for_step(job, run_dir, 2)
         made.kill(lost)
-        made.start_workers(head, {"rollout-3": (4, {"pool": "rollout", "scores": "yes"})})
+        new, = made.start_workers(head, {"rollout-3": (4, {"pool": "rollout", "scores": "yes"})})
+        scaled = made.run(client, ["flowgrpo-ray", "scale", "hosts", "reward.size=2", "--address", head.dashboard])
+        assert scaled.returncode == 0, (scaled.stdout, scaled.stderr)
+        while (pool := pools_of(made, head)["reward.size"])["ready"] < 2:
+            assert job.poll() is None, (pool, log.read_text())
+        assert pool["target"] == 2 and pool["nodes"] == {new.address: 2}
         assert job.wait() == 0, log.read_text()
     rows = read_metrics(str(run_dir))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
