@@ -1,7 +1,8 @@
-"""Machines of one cluster on this machine: network namespaces on a bridge, each with an address and a temporary directory.
+"""Machines of one cluster on this machine: network namespaces on a bridge, each with its address.
 
-They share file system, process table and /dev/shm, and nothing of the network: every address is a real one, ports are Ray's
-own, and no packet leaves the bridge. Needs root and iproute2.
+They share file system, process table and /dev/shm, and nothing of the network: every address is a
+real one, ports are Ray's own, and no packet leaves the bridge. Each has a temporary directory of its
+own. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -112,12 +113,27 @@ class Hosts:
     def add(self, name: str) -> Host:
         """A machine that runs nothing yet."""
         number = len(self.hosts) + 1
-        host = Host(name, f"{self.prefix}-{name}", f"{NETWORK}.{number}", self._folder / str(number))
+        host = Host(
+            name, f"{self.prefix}-{name}", f"{NETWORK}.{number}", self._folder / str(number)
+        )
         host.folder.mkdir()
         self.hosts[name] = host
         ip("netns", "add", host.namespace)
         port = f"port{number}"
-        ip("link", "add", "eth0", "netns", host.namespace, "type", "veth", "peer", "name", port, "netns", self._switch)
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            host.namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self._switch,
+        )
         ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
         ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -127,25 +143,49 @@ class Hosts:
         return host
 
     def start_head(self, name: str = "head") -> Host:
-        """Add a machine with Ray's head, its dashboard at port 8265; it has no CPUs for actors, as in the manifests."""
-        return self.start({name: ["--head", "--dashboard-host", "0.0.0.0", "--num-cpus", "0", *STORE]})[0]
+        """Add a machine with Ray's head; it has no CPUs for actors, as in the manifests."""
+        return self.start(
+            {name: ["--head", "--dashboard-host", "0.0.0.0", "--num-cpus", "0", *STORE]}
+        )[0]
 
-    def start_workers(self, head: Host, workers: Mapping[str, tuple[int, Mapping[str, str]]]) -> list[Host]:
+    def start_workers(
+        self, head: Host, workers: Mapping[str, tuple[int, Mapping[str, str]]]
+    ) -> list[Host]:
         """Add machines, each by name with its CPUs and labels, that join the cluster of `head`."""
-        return self.start({
-            name: ["--address", head.gcs, "--num-cpus", str(num_cpus), "--labels", label_text(labels), *STORE]
-            for name, (num_cpus, labels) in workers.items()})
+        return self.start(
+            {
+                name: [
+                    "--address",
+                    head.gcs,
+                    "--num-cpus",
+                    str(num_cpus),
+                    "--labels",
+                    label_text(labels),
+                    *STORE,
+                ]
+                for name, (num_cpus, labels) in workers.items()
+            }
+        )
 
     def start(
         self, nodes: Mapping[str, Sequence[str]], environment: Mapping[str, str] | None = None
     ) -> list[Host]:
-        """Add machines, each with a Ray node that gets more arguments (and variables), and wait until all are up."""
+        """Add machines, each with a Ray node that gets these arguments; return once all are up."""
         added = [self.add(name) for name in nodes]
         variables = {**self.environment, **(environment or {})}
 
         def up(host: Host) -> None:
-            command = [RAY, "start", "--block", "--disable-usage-stats", "--temp-dir", str(host.folder),
-                       "--node-ip-address", host.address, *nodes[host.name]]
+            command = [
+                RAY,
+                "start",
+                "--block",
+                "--disable-usage-stats",
+                "--temp-dir",
+                str(host.folder),
+                "--node-ip-address",
+                host.address,
+                *nodes[host.name],
+            ]
             self._commands.append(start_ray(self.on(host, command), variables, self.working_dir))
 
         with ThreadPoolExecutor(len(added)) as threads:
@@ -159,18 +199,31 @@ class Hosts:
 
     def popen(self, host: Host, command: Sequence[str], **options: object) -> subprocess.Popen:
         """Start a command on a machine; it ends with the machine at the latest."""
-        process = subprocess.Popen(self.on(host, command), env=self.environment, start_new_session=True, **options)
+        process = subprocess.Popen(
+            self.on(host, command), env=self.environment, start_new_session=True, **options
+        )
         self._commands.append(process)
         return process
 
-    def run(self, host: Host, command: Sequence[str], timeout_s: float = 60, **options: object) -> subprocess.CompletedProcess:
+    def run(
+        self, host: Host, command: Sequence[str], timeout_s: float = 60, **options: object
+    ) -> subprocess.CompletedProcess:
         """A command on a machine, with its output as text."""
-        return subprocess.run(self.on(host, command), env=self.environment, capture_output=True, text=True, timeout=timeout_s,
-                              **options)
+        return subprocess.run(
+            self.on(host, command),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            **options,
+        )
 
     def kill(self, host: Host) -> None:
-        """SIGKILL to every process of a machine. Its network stays up, so others see closed connections at once (one that
-        vanishes from the network is missed by Ray's health check only after a minute)."""
+        """SIGKILL to every process of a machine.
+
+        Its network stays up, so others see closed connections at once; one that vanishes from the
+        network is missed by Ray's health check, after a minute.
+        """
         deadline = time.monotonic() + 30
         while pids := processes(host.namespace):
             for pid in pids:
@@ -181,7 +234,7 @@ class Hosts:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End everything that runs on the machines, and the machines; what cannot go does not keep the rest."""
+        """End all that runs on the machines, then the machines; one failure does not keep the rest."""
         errors = []
         for host in self.hosts.values():
             try:
@@ -209,7 +262,11 @@ def namespaces() -> list[str]:
 
 def processes(namespace: str) -> list[int]:
     """Processes that live in a network namespace; of one that is gone: none."""
-    return [int(pid) for pid in ip("netns", "pids", namespace).split()] if namespace in namespaces() else []
+    return (
+        [int(pid) for pid in ip("netns", "pids", namespace).split()]
+        if namespace in namespaces()
+        else []
+    )
 
 
 @contextlib.contextmanager

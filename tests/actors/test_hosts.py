@@ -1,4 +1,4 @@
-"""A run on machines with addresses of their own: one machine is killed, another joins, a pool is scaled up."""
+"""A run on machines with addresses of their own: one is killed, another joins, a pool grows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ if reason := why_not():
 STEPS = 20
 SIZE = {"type": "jpeg_incompressibility", "weight": -0.5}
 BOTH = {"jpeg_compressibility": {}, "size": SIZE}
-# CPUs are as many as leave one place for each actor: `size` has to be on the machine that also samples.
+# CPUs leave one place for each actor, so that `size` is on a machine that also samples.
 POOLS = {
     "autoscaling": True,  # a place that is missing is waited for
     "learner": {"num_cpus": 1, "label_selector": {"pool": "learner"}},
     "rollout": {"num_cpus": 2, "replicas": 2, "label_selector": {"pool": "rollout"}},
-    "reward": {"jpeg_compressibility": {"num_cpus": 1, "label_selector": {"pool": "reward-cpu"}},
-               "size": {"num_cpus": 1, "label_selector": {"scores": "yes"}}},
+    "reward": {
+        "jpeg_compressibility": {"num_cpus": 1, "label_selector": {"pool": "reward-cpu"}},
+        "size": {"num_cpus": 1, "label_selector": {"scores": "yes"}},
+    },
 }
 MACHINES = {
     "learner": (1, {"pool": "learner"}),
@@ -42,8 +44,13 @@ MACHINES = {
 
 
 def write_config(path: Path, run_dir: Path, pools: dict) -> Path:
-    tree = {**SMALL, "run": {"name": path.stem, "dir": str(run_dir), "steps": STEPS}, "rewards": BOTH, "pools": pools,
-            "logging": {"tensorboard": False, "flush_every_steps": 1}}
+    tree = {
+        **SMALL,
+        "run": {"name": path.stem, "dir": str(run_dir), "steps": STEPS},
+        "rewards": BOTH,
+        "pools": pools,
+        "logging": {"tensorboard": False, "flush_every_steps": 1},
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -61,8 +68,19 @@ def rows_of(run_dir: Path) -> list[Row]:
 
 
 def submit(made: Hosts, client: Host, head: Host, config: Path, log: Path) -> subprocess.Popen:
-    command = ["ray", "job", "submit", "--address", head.dashboard, "--working-dir", str(config.parent), "--",
-               "flowgrpo-ray", "train", config.name]
+    command = [
+        "ray",
+        "job",
+        "submit",
+        "--address",
+        head.dashboard,
+        "--working-dir",
+        str(config.parent),
+        "--",
+        "flowgrpo-ray",
+        "train",
+        config.name,
+    ]
     with log.open("w") as file:
         return made.popen(client, command, stdout=file, stderr=subprocess.STDOUT)
 
@@ -76,8 +94,10 @@ def pools_of(made: Hosts, head: Host) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_machine_is_killed_and_another_joins_and_scoring_is_scaled_up_with_the_adapter_of_one_machine(tmp_path, ray_cluster):
-    alone = run(load(write_config(tmp_path / "alone" / "alone.yaml", tmp_path / "runs", SMALL["pools"])))
+def test_adapter_survives_a_killed_machine_a_new_one_and_more_rewards(tmp_path, ray_cluster):
+    alone = run(
+        load(write_config(tmp_path / "alone" / "alone.yaml", tmp_path / "runs", SMALL["pools"]))
+    )
     config = write_config(tmp_path / "job" / "hosts.yaml", tmp_path / "runs", POOLS)
     run_dir, log = tmp_path / "runs" / "hosts", tmp_path / "log"
     with hosts(ray_environment()) as made:
@@ -87,8 +107,10 @@ def test_a_machine_is_killed_and_another_joins_and_scoring_is_scaled_up_with_the
         job = submit(made, client, head, config, log)
         wait_for_step(job, run_dir, 2)
         made.kill(lost)
-        new, = made.start_workers(head, {"rollout-3": (4, {"pool": "rollout", "scores": "yes"})})
-        scaled = made.run(client, ["flowgrpo-ray", "scale", "hosts", "reward.size=2", "--address", head.dashboard])
+        (new,) = made.start_workers(head, {"rollout-3": (4, {"pool": "rollout", "scores": "yes"})})
+        scaled = made.run(
+            client, ["flowgrpo-ray", "scale", "hosts", "reward.size=2", "--address", head.dashboard]
+        )
         assert scaled.returncode == 0, (scaled.stdout, scaled.stderr)
         while (pool := pools_of(made, head)["reward.size"])["ready"] < 2:
             assert job.poll() is None, (pool, log.read_text())
@@ -97,8 +119,13 @@ def test_a_machine_is_killed_and_another_joins_and_scoring_is_scaled_up_with_the
     rows = read_metrics(str(run_dir))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for pool in ("rollout", "reward.size"):
-        assert sum(row[f"actor_deaths/{pool}"] for row in rows) >= 1, "an actor of it was on the machine that was killed"
-    assert_same_bits(alone.adapter, read_learner_state(open_checkpoint(latest(str(run_dir)).uri).uri)[0]["adapter"])
+        assert sum(row[f"actor_deaths/{pool}"] for row in rows) >= 1, (
+            "an actor of it was on the machine that was killed"
+        )
+    assert_same_bits(
+        alone.adapter,
+        read_learner_state(open_checkpoint(latest(str(run_dir)).uri).uri)[0]["adapter"],
+    )
 
 
 def test_nothing_of_the_machines_is_left_when_a_test_on_them_fails():
@@ -111,7 +138,11 @@ def test_nothing_of_the_machines_is_left_when_a_test_on_them_fails():
         _ = 1 / 0
     assert not [name for name in namespaces() if name.startswith(made.prefix)]
     # Whoever inherits a dead process may let it lie.
-    assert not [pid for pid in running if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        pid
+        for pid in running
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
     assert not one.folder.parent.exists()
 
 
@@ -122,5 +153,7 @@ def test_machines_reach_each_other_at_their_addresses_alone():
         one, other = made.add("one"), made.add("other")
         server = made.popen(one, ["python3", "-c", serve], stdout=subprocess.PIPE)
         server.stdout.readline()
-        assert made.run(other, ["python3", "-c", ask, "127.0.0.1"]).returncode == 1, "its own loopback"
+        assert made.run(other, ["python3", "-c", ask, "127.0.0.1"]).returncode == 1, (
+            "its own loopback"
+        )
         assert made.run(other, ["python3", "-c", ask, one.address]).returncode == 0

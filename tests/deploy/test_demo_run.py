@@ -1,4 +1,4 @@
-"""The manifest of cpu-demo, run: a Ray node per pod, the entrypoint as written, the adapter of the laptop's run."""
+"""cpu-demo's manifest, run: a Ray node per pod, the entrypoint as written, the laptop's adapter."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ from flowgrpo_ray.metrics import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_kubectl]
 
 # The demo, shortened: the pools, the model and all that decides bits is the laptop's.
-SHORTER = {"run": {"steps": 3}, "checkpoint": {"every_steps": 0}, "eval": {"num_prompts": 4, "every_steps": 0}}
+SHORTER = {
+    "run": {"steps": 3},
+    "checkpoint": {"every_steps": 0},
+    "eval": {"num_prompts": 4, "every_steps": 0},
+}
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-# A client in place of KubeRay's operator, which posts the entrypoint with the token of the cluster's Secret, and asks on.
+# In place of KubeRay's operator: posts the entrypoint with the cluster's token, and asks on.
 CLIENT = """
 import json, os, sys, time, urllib.error, urllib.request
 address, entrypoint = sys.argv[1:]
@@ -38,10 +42,11 @@ if "RAY_AUTH_TOKEN" in os.environ:
     headers["Authorization"] = "Bearer " + os.environ["RAY_AUTH_TOKEN"]
 def ask(path, data=None):
     body = None if data is None else json.dumps(data).encode()
-    with urllib.request.urlopen(urllib.request.Request(address + path, body, headers), timeout=60) as answer:
+    request = urllib.request.Request(address + path, body, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 try:
-    name = ask("/api/jobs/", {"entrypoint": entrypoint, "submission_id": "flowgrpo"})["submission_id"]
+    name = ask("/api/jobs/", {"entrypoint": entrypoint})["submission_id"]
 except urllib.error.HTTPError as error:
     sys.exit(f"HTTP {error.code}")
 while (job := ask("/api/jobs/" + name))["status"] in ("PENDING", "RUNNING"):
@@ -59,7 +64,7 @@ def amount(text: str) -> float:
 
 
 def ray_start(group: Mapping[str, Any], volumes: Path) -> list[str]:
-    """The arguments that KubeRay makes of a group: limits, unless `resources` says otherwise, labels and rayStartParams."""
+    """What KubeRay makes of a group: limits (or `resources`), labels and rayStartParams."""
     container = group["template"]["spec"]["containers"][0]
     limits = container["resources"]["limits"]
     given = group.get("resources", {})
@@ -83,7 +88,11 @@ def mounted(value: str, container: Mapping[str, Any], volumes: Path) -> str:
 
 def variables(group: Mapping[str, Any], volumes: Path) -> dict[str, str]:
     container = group["template"]["spec"]["containers"][0]
-    return {entry["name"]: mounted(entry["value"], container, volumes) for entry in container["env"] if "value" in entry}
+    return {
+        entry["name"]: mounted(entry["value"], container, volumes)
+        for entry in container["env"]
+        if "value" in entry
+    }
 
 
 def start_pods(made: Hosts, cluster: Mapping[str, Any], volumes: Path, token: str) -> Host:
@@ -92,11 +101,15 @@ def start_pods(made: Hosts, cluster: Mapping[str, Any], volumes: Path, token: st
     for mount in group["template"]["spec"]["containers"][0]["volumeMounts"]:
         (volumes / mount["name"]).mkdir(parents=True, exist_ok=True)
     secret = {"RAY_AUTH_MODE": cluster["authOptions"]["mode"], "RAY_AUTH_TOKEN": token}
-    head, = made.start({"head": ["--head", "--dashboard-host", "0.0.0.0", *ray_start(group, volumes)]},
-                       {**variables(group, volumes), **secret})
+    (head,) = made.start(
+        {"head": ["--head", "--dashboard-host", "0.0.0.0", *ray_start(group, volumes)]},
+        {**variables(group, volumes), **secret},
+    )
     for group in cluster["workerGroupSpecs"]:
-        pods = {f"{group['groupName']}-{i}": ["--address", head.gcs, *ray_start(group, volumes)]
-                for i in range(group["minReplicas"])}
+        pods = {
+            f"{group['groupName']}-{i}": ["--address", head.gcs, *ray_start(group, volumes)]
+            for i in range(group["minReplicas"])
+        }
         if pods:
             made.start(pods, {**variables(group, volumes), **secret})
     return head
@@ -108,10 +121,23 @@ def adapter(run_dir: Path) -> dict[str, Any]:
 
 def laptop(folder: Path, config: Path) -> Path:
     """The same configuration by the command, on a Ray of its own; the run directory."""
-    command = [sys.executable, "-m", "flowgrpo_ray.cli", "train", str(config), "run.name=laptop", f"run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "flowgrpo_ray.cli",
+        "train",
+        str(config),
+        "run.name=laptop",
+        f"run.dir={folder}",
+    ]
     with tempfile.TemporaryDirectory(prefix="fgl", dir="/tmp") as short:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600,
-                              env=ray_environment(RAY_TMPDIR=short))
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=ray_environment(RAY_TMPDIR=short),
+        )
     assert done.returncode == 0, (done.stdout, done.stderr)
     return folder / "laptop"
 
@@ -119,12 +145,18 @@ def laptop(folder: Path, config: Path) -> Path:
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_entrypoint_of_the_cpu_demo_on_its_pods_makes_the_adapter_of_the_laptop(tmp_path):
     job = of_kind(rendered("cpu-demo", (), tmp_path), "RayJob")[0]
-    image, volumes = tmp_path / "image", tmp_path / "volumes"  # the working directory of the image, and what is mounted
+    image, volumes = (
+        tmp_path / "image",
+        tmp_path / "volumes",
+    )  # its working directory, and what is mounted
     config = image / job["metadata"]["annotations"]["flowgrpo-ray/config"]
     tree = yaml.safe_load((ROOT / "configs" / config.name).read_text())
     config.parent.mkdir(parents=True)
-    config.write_text(yaml.safe_dump(
-        {key: {**tree.get(key, {}), **SHORTER.get(key, {})} for key in tree | SHORTER}))
+    config.write_text(
+        yaml.safe_dump(
+            {key: {**tree.get(key, {}), **SHORTER.get(key, {})} for key in tree | SHORTER}
+        )
+    )
     cluster, token = job["spec"]["rayClusterSpec"], secrets.token_hex(16)
     assert cluster["rayVersion"] == RAY_VERSION
     with hosts(ray_environment(), working_dir=image) as made:

