@@ -150,7 +150,7 @@ def _nodes() -> list[Node]:
 def _misfit(config: Config, short: str) -> str:
     """Why the actors find no place; `short`: what the cluster as a whole has too little of, or an empty string."""
     nodes = _nodes()
-    text = impossible(_named_pools(config), nodes) or short or scattered(_pools(config), nodes)
+    text = "; ".join(filter(None, (short, impossible(_named_pools(config), nodes)))) or scattered(_pools(config), nodes)
     held = holders(ray.util.list_named_actors(all_namespaces=True))
     return f"{text}; in use by {held}" if held else text
 
