@@ -70,7 +70,8 @@ def test_a_growing_cluster_is_waited_for(small_cluster, tmp_path, monkeypatch):
         seen.append(free())
         return seen[-1]
 
-    with pytest.raises(ResourceError, match=r"cannot hold the actors: CPU: asked 2.2, free 1 of 1; an actor of pools\.rollout asks for CPU 2"):
+    shown = r"cannot hold the actors: CPU: asked 2.2, free 1 of 1; an actor of pools\.rollout asks for CPU 2"
+    with pytest.raises(ResourceError, match=shown):
         run(small_config(tmp_path, "never", steps=1, overrides={**GROWING, "pools.start_timeout_s": 1.0}))
     assert states() == ["REMOVED"]
     assert not (tmp_path / "never").exists()
