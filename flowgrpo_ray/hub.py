@@ -19,6 +19,7 @@ def explained(where: str, repo: str, revision: str | None, lacking: str) -> Iter
     Raises:
         ConfigError: in place of the hub's errors: there is no such model, revision or file.
         HubError: the licence is not accepted (with its page), or there is no connection.
+        DeadlineError: as it comes; what was downloaded until then is kept.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -42,10 +43,13 @@ def explained(where: str, repo: str, revision: str | None, lacking: str) -> Iter
     except RevisionNotFoundError as error:
         raise ConfigError(f"{where}: the hub model has no revision {revision!r}") from error
     except LocalEntryNotFoundError as error:
-        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                       f"hub could not be reached ({first_line(error)})") from error
+        raise unreachable(where, f"could not be reached ({first_line(error)})") from error
     except EntryNotFoundError as error:
         raise ConfigError(f"{where}: {lacking}") from error
     except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
-        raise HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the "
-                       f"hub answered {first_line(error)}") from error
+        raise unreachable(where, f"answered {first_line(error)}") from error
+
+
+def unreachable(where: str, what: str) -> HubError:
+    """The error for something that neither this machine nor the hub has given; `what` the hub did."""
+    return HubError(f"{where} is unreachable: there is no such folder, the hub's cache does not hold it, and the hub {what}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_ray import hub, waiting
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, DeadlineError, first_line, nearest
 from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
@@ -211,7 +211,11 @@ def _fetch(model: ModelConfig, name: str) -> str:
             get_hf_file_metadata(hf_hub_url(model.path, name, revision=model.revision))
         return hf_hub_download(model.path, name, revision=model.revision)
 
-    with hub.explained(where, model.path, model.revision, f"the hub model has no {name}, so it is not a diffusers pipeline"):
-        file = waiting.bounded(fetch, f"{name} of {model.path} from the Hugging Face Hub",
-                               waiting.limits.hub, setting="run.hub_timeout_s")
+    try:
+        with hub.explained(where, model.path, model.revision,
+                           f"the hub model has no {name}, so it is not a diffusers pipeline"):
+            file = waiting.bounded(fetch, f"{name} of {model.path} from the Hugging Face Hub",
+                                   waiting.limits.hub, setting="run.hub_timeout_s")
+    except DeadlineError as error:  # of a file this small: the hub does not answer
+        raise hub.unreachable(where, f"answered {first_line(error)}") from error
     return Path(file).read_text(encoding="utf-8")
