@@ -19,7 +19,7 @@ from actors.events import wait_for_events
 from actors.last_step import LastStep
 from actors.learner import LearnerActor, LearnerGroup
 from actors.names import ActorNames
-from actors.placement import actor_options, check_resources
+from actors.placement import actor_options, check_resources, named_pools
 from actors.pool import ActorPool
 from actors.reward import FirstCall, RewardActor
 from actors.rollout import RolloutActor
@@ -463,10 +463,10 @@ class Controller:
 
     def _speed(self, row: Row, seconds: float) -> Row:
         """Throughput, and the share of the step in which each role worked."""
-        images, learner = row["images"], self.config.pools.learner
+        images, learner, pools = row["images"], self.config.pools.learner, named_pools(self.config)
         worked = {pool.name: max(1e-9, pool.count_time()) for pool in self.pools}  # seconds, summed over actors
         gpu_seconds = learner.num_gpus * learner.replicas * seconds + sum(
-            scaling.pool_config(self.config, name).num_gpus * each for name, each in worked.items() if name != "colocated")
+            pools[name].num_gpus * each for name, each in worked.items() if name != "colocated")
         speed = {
             "images_per_s": images / seconds,
             "busy_share/rollout": self.sampling.seconds.total() / worked[self.rollouts.name],

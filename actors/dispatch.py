@@ -157,11 +157,7 @@ def trusted(members: Sequence[Member], max_failures: int) -> list[Member]:
 
 def candidates(task: Task, members: Sequence[Member], max_failures: int) -> list[Member]:
     """Actors that may do a task; of one that has failed, the least suspect that did not fail it."""
-    others = [
-        m
-        for m in serving(members)
-        if m.handle is not None and m.incarnation not in task.failed_on
-    ]
+    others = [m for m in serving(members) if m.handle is not None and m.incarnation not in task.failed_on]
     if not task.failed_on or not others:
         return trusted(members, max_failures)
     least = min(m.record.possible for m in others)

@@ -48,6 +48,11 @@ def _meets(wanted: str, label: str | None) -> bool:
     return label == wanted
 
 
+def lacking(need: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
+    """Of resources that are needed, those of which less is free."""
+    return {kind: amount for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6}
+
+
 def impossible(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> str:
     """What an actor asks for that no node has, even if nothing else ran; an empty string if each fits on some node."""
     for name, pool in pools.items():

@@ -29,7 +29,6 @@ _CHAINED = re.compile(r"\n\n(?:The above exception was the direct cause of the f
                       r"During handling of the above exception, another exception occurred):\n\n")
 
 
-
 class Members:
     """Actors of one kind, `target` of them.
 

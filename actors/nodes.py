@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from actors.process import Process
-from flowgrpo_ray.errors import first_line, message_of
+from flowgrpo_ray.errors import counted, first_line, message_of
 from flowgrpo_ray.status import PoolStatus
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def cluster() -> str:
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = ray.cluster_resources()
     return (f"Ray {ray.__version__} at {ray.get_runtime_context().gcs_address}: "
-            f"{len(alive)} {'node' if len(alive) == 1 else 'nodes'}, CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}")
+            f"{counted(len(alive), 'node')}, CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}")
 
 
 def placed(pools: Mapping[str, PoolStatus]) -> str:

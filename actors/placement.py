@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors import head
 from actors.environments import runtime_env
-from actors.fitting import Node, holders, impossible, scattered
+from actors.fitting import Node, holders, impossible, lacking, scattered
 from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ResourceError, counted
@@ -68,7 +68,7 @@ def shared_env(config: Config) -> dict[str, str]:
     return {key: value for key, value in first.items() if all(env.get(key) == value for env in others)}
 
 
-def _named_pools(config: Config) -> dict[str, PoolConfig]:
+def named_pools(config: Config) -> dict[str, PoolConfig]:
     """All pools that have actors of their own."""
     rewards = {f"reward.{name}": config.reward_pool(name) for name in config.rewards}
     pools: dict[str, PoolConfig] = {"learner": config.pools.learner, **rewards}
@@ -76,7 +76,7 @@ def _named_pools(config: Config) -> dict[str, PoolConfig]:
 
 
 def _pools(config: Config) -> list[PoolConfig]:
-    return list(_named_pools(config).values())
+    return list(named_pools(config).values())
 
 
 def asked(config: Config) -> dict[str, float]:
@@ -93,7 +93,7 @@ def crowding(config: Config, cores: int) -> str | None:
     need = asked(config)["CPU"]
     if need <= CROWDED * cores:
         return None
-    pools = _named_pools(config)
+    pools = named_pools(config)
     counts = ", ".join(f"{name} {pool.replicas}" for name, pool in pools.items())
     actors = sum(pool.replicas for pool in pools.values())
     return (f"{counted(actors, 'actor')} ({counts}) ask for {need:g} CPUs, and this machine has {cores}: they slow each "
@@ -119,7 +119,7 @@ def check_resources(config: Config, watch: Callable[[str], object] = lambda wait
                 return
             # The pending group reserves nothing: what is free is free for it.
             text = "; ".join(f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g}"
-                             for kind, amount in need.items() if amount > free.get(kind, 0.0) + 1e-6)
+                             for kind, amount in lacking(need, free).items())
             if demand is None and (config.pools.autoscaling or not text):
                 demand = _demand(config)
                 if demand is None or demand.wait(timeout_seconds=1):
@@ -150,7 +150,7 @@ def _nodes() -> list[Node]:
 def _misfit(config: Config, short: str) -> str:
     """Why the actors find no place; `short`: what the cluster as a whole has too little of, or an empty string."""
     nodes = _nodes()
-    text = "; ".join(filter(None, (short, impossible(_named_pools(config), nodes)))) or scattered(_pools(config), nodes)
+    text = "; ".join(filter(None, (short, impossible(named_pools(config), nodes)))) or scattered(_pools(config), nodes)
     held = holders(ray.util.list_named_actors(all_namespaces=True))
     return f"{text}; in use by {held}" if held else text
 

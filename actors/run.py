@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -50,9 +49,7 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS")
     # The environment is the image (or this virtual environment): no tool may rebuild it on every worker.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # A namespace of this start alone: another driver of the run on the same cluster, living or dead, does not meet it.
-    common = {"namespace": f"flowgrpo-{config.run.name}-{uuid.uuid4().hex[:6]}",
-              "log_to_driver": config.logging.level == "debug", "logging_level": logging.WARNING}
+    common = {"log_to_driver": config.logging.level == "debug", "logging_level": logging.WARNING}
     on_terminate = signal.getsignal(signal.SIGTERM)
     if address:
         try:

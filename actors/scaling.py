@@ -12,6 +12,8 @@ from typing import TypeVar
 import ray
 from ray.experimental import get_local_object_locations
 
+from actors.fitting import lacking
+from actors.placement import named_pools
 from actors.pool import ActorPool
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, counted, nearest
@@ -20,11 +22,6 @@ from flowgrpo_ray.sections import PoolConfig
 MAX_ACTORS = 1024  # of a pool: what is above is a slip of the finger, and each is an actor that Ray has to keep
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-def pool_config(config: Config, name: str) -> PoolConfig:
-    """The settings of a pool by the name that it has in a run: `rollout`, `reward.<name>`."""
-    return config.pools.rollout if name == "rollout" else config.reward_pool(name.removeprefix("reward."))
 
 
 def asks(pool: PoolConfig) -> str:
@@ -53,7 +50,7 @@ def scale(config: Config, pools: Sequence[ActorPool], targets: Mapping[str, int]
         pool.resize(target)
         said.append(f"{name}: {before} -> {counted(target, 'actor')}" if target != before else
                     f"{name}: {counted(target, 'actor')} already")
-        new += [pool_config(config, name)] * max(0, target - max(up, before))
+        new += [named_pools(config)[name]] * max(0, target - max(up, before))
     make_room(pools)
     return "; ".join(said) + _short(new)
 
@@ -82,8 +79,7 @@ def _short(new: Sequence[PoolConfig]) -> str:
     """What to add if the cluster cannot hold the new actors now."""
     free = ray.available_resources() if new else {}
     need = {"CPU": sum(pool.num_cpus for pool in new), "GPU": sum(pool.num_gpus for pool in new)}
-    short = [f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g}" for kind, amount in need.items()
-             if amount > free.get(kind, 0.0) + 1e-6]
+    short = [f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g}" for kind, amount in lacking(need, free).items()]
     if not short:
         return ""
     return f". Not all of the new ones fit now ({'; '.join(short)}): the others start when the cluster has room for them"

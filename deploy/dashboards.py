@@ -94,15 +94,22 @@ def stat(title: str, unit: str, query: Query, description: str = "") -> Panel:
     return Panel(title, unit, (query,), description, kind="stat", width=4)
 
 
+def since_last_step() -> Query:
+    return Query(f"time() - {gauge('last_step_timestamp').expr}", "{{run}}")
+
+
+def phase(legend: str) -> Query:
+    """The phase that the driver is in, by its label."""
+    return Query(f"{gauge('phase', '', 'phase').expr} == 1", legend)
+
+
 _NOW = Row("Now", (
     stat("Step", "none", gauge("step"), "Committed training steps."),
     stat("Of", "none", gauge("steps"), "run.steps"),
-    Panel("Phase", "none", (Query(f"max by (run, run_id, phase) (ray_flowgrpo_phase{{{_matching()}}}) == 1", "{{phase}}"),),
-          "What the driver is doing.", kind="stat", width=4),
+    Panel("Phase", "none", (phase("{{phase}}"),), "What the driver is doing.", kind="stat", width=4),
     stat("Images per second", "none", gauge("images_per_s")),
     stat("Time left", "s", gauge("seconds_left")),
-    stat("Since the last step", "s", Query(
-        f"time() - max by (run, run_id) (ray_flowgrpo_last_step_timestamp{{{_matching()}}})", "{{run}}")),
+    stat("Since the last step", "s", since_last_step()),
 ))
 
 _LEARNING = Row("Learning", (
@@ -132,9 +139,7 @@ _LEARNING = Row("Learning", (
 _SPEED = Row("Speed", (
     Panel("Images per second", "none", (gauge("images_per_s"),)),
     Panel("Images per second and GPU", "none", (gauge("images_per_gpu_s"),), gpu=True),
-    Panel("Steps per hour", "none", (Query(
-        f"3600 * sum by (run, run_id) (rate(ray_flowgrpo_steps_committed_total{{{_matching()}}}[$__rate_interval]))",
-        "{{run}}"),)),
+    Panel("Steps per hour", "none", (Query(f"3600 * {rate('steps_committed').expr}", "{{run}}"),)),
     Panel("Busy share", "percentunit", (gauge("busy_share", "{{run}} {{role}}", "role"),),
           "Share of the step in which the actors of a role worked."),
     Panel("Step", "s", (gauge("time_step", "{{run}} step"), gauge("time_learn", "{{run}} learner"),
@@ -181,9 +186,8 @@ _SYNC = Row("Sync and checkpoint", (
     Panel("Failed syncs and rebuilds", "none", (total("sync_failures", "{{run}} failed syncs"),
                                                 total("rebuilds", "{{run}} rebuilds")), "In the time that is shown."),
     Panel("Age of the newest checkpoint", "s", (gauge("checkpoint_age"),)),
-    Panel("Steps since the newest checkpoint", "none", (Query(
-        f"max by (run, run_id) (ray_flowgrpo_step{{{_matching()}}}) - "
-        f"max by (run, run_id) (ray_flowgrpo_checkpoint_step{{{_matching()}}})", "{{run}}"),
+    Panel("Steps since the newest checkpoint", "none", (
+        Query(f"{gauge('step').expr} - {gauge('checkpoint_step').expr}", "{{run}}"),
         gauge("checkpoint_interval", "{{run}} interval"))),
     Panel("Size of a checkpoint and of a sync", "bytes", (gauge("checkpoint_bytes", "{{run}} checkpoint"),
                                                          gauge("adapter_bytes", "{{run}} adapter"))),
@@ -215,14 +219,10 @@ _MEMORY = Row("Memory and nodes", (
 
 _RUNS = Row("Runs", (
     Panel("Runs", "none", (gauge("step", "{{run}}"),), "Committed steps of the runs that are alive.", kind="table", width=12),
-    Panel("Phase", "none", (Query(f"max by (run, run_id, phase) (ray_flowgrpo_phase{{{_matching()}}}) == 1",
-                                  "{{run}} {{phase}}"),), kind="table", width=12),
-    Panel("Progress", "percentunit", (Query(
-        f"max by (run, run_id) (ray_flowgrpo_step{{{_matching()}}}) / "
-        f"max by (run, run_id) (ray_flowgrpo_steps{{{_matching()}}})", "{{run}}"),)),
+    Panel("Phase", "none", (phase("{{run}} {{phase}}"),), kind="table", width=12),
+    Panel("Progress", "percentunit", (Query(f"{gauge('step').expr} / {gauge('steps').expr}", "{{run}}"),)),
     Panel("Time left", "s", (gauge("seconds_left"),)),
-    Panel("Since the last step", "s", (Query(
-        f"time() - max by (run, run_id) (ray_flowgrpo_last_step_timestamp{{{_matching()}}})", "{{run}}"),)),
+    Panel("Since the last step", "s", (since_last_step(),)),
     Panel("Weighted reward", "none", (gauge("reward_total"),)),
     Panel("Images per second", "none", (gauge("images_per_s"),)),
     Panel("Learner busy", "percentunit", (gauge("busy_share", "{{run}}", where='role="learner"'),)),

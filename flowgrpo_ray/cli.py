@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from flowgrpo_ray import cli_cluster, cli_control, cli_rewards, cli_runs, log_lines, signals, waiting
+from flowgrpo_ray.cli_cluster import ConfigArg, OverridesArg
 from flowgrpo_ray.cli_rewards import given_prompts
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted
 
@@ -78,10 +79,7 @@ app = typer.Typer(
     help="Flow-GRPO for flow-matching image models, as actors and learners on Ray.",
     epilog="Example: flowgrpo-ray train configs/tiny_ocr.yaml")
 
-ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML configuration file, or - for standard input")]
 OptionalConfigArg = Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML configuration file")]
-OverridesArg = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values laid over it, e.g. train.seed=7")]
 AddressOption = Annotated[str | None, typer.Option(
     metavar="ADDRESS", help="Ray cluster to connect to; default is RAY_ADDRESS, else Ray is started on this machine")]
 RunDirArg = Annotated[str, typer.Argument(metavar="RUN_DIR", help="Run directory: a path, or an s3:// or gs:// URI")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,58 @@ def absolute_unless_name(path: str) -> str:
     return absolute(path) if is_path else path
 
 
-def make_absolute(section: Section, for_job: bool = False) -> None:
+@dataclass(frozen=True)
+class PathSetting:
+    """A setting, or an option of a reward, that holds a path.
+
+    Attributes:
+        key: dotted, as in `rewards.ocr.options.model_dir`.
+        may_be_name: it may also be the name of a model.
+        put: sets another value.
+    """
+
+    key: str
+    value: str
+    may_be_name: bool
+    put: Callable[[str], None]
+
+
+def paths_of(section: Section, prefix: str = "") -> Iterator[PathSetting]:
+    """Every path of a configuration, in the order of its fields; what is None or no string is left out."""
+    for name in type(section).model_fields:
+        value, marks, key = getattr(section, name), marks_of(type(section), name), f"{prefix}{name}"
+        if isinstance(value, Section):
+            yield from paths_of(value, f"{key}.")
+        elif isinstance(value, dict):
+            for child_name, child in value.items():
+                if isinstance(child, RewardConfig):
+                    yield from _paths_of_options(child, child_name, f"{key}.{child_name}.options.")
+        elif isinstance(value, str) and {PATH, PATH_OR_NAME} & marks:
+            yield PathSetting(key, value, PATH not in marks, partial(setattr, section, name))
+
+
+def _paths_of_options(reward: RewardConfig, name: str, prefix: str) -> Iterator[PathSetting]:
+    texts = {key: value for key, value in reward.options.items() if isinstance(value, str)}
+    known = options_of(reward.spec(name)) if texts else {}
+
+    def put(key: str, value: str) -> None:
+        reward.options = {**reward.options, key: value}
+
+    for key, value in texts.items():
+        if key in known and known[key].path:
+            yield PathSetting(f"{prefix}{key}", value, True, partial(put, key))
+
+
+def make_absolute(config: Section, for_job: bool = False) -> None:
     """Make the paths of a configuration absolute, in place.
 
     In a Ray job, and with `for_job` before its submission, a relative `run.dir` stays as it is: no folder of the job outlives
     it, so `check_run_dir` rejects it.
     """
     for_job = for_job or in_ray_job()
-    for name in type(section).model_fields:
-        value, marks = getattr(section, name), marks_of(type(section), name)
-        if isinstance(value, Section):
-            make_absolute(value, for_job)
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                if isinstance(child, RewardConfig):
-                    child.options = _options(child.spec(key), child.options)
-        elif isinstance(value, str) and not ((type(section).__name__, name) == ("RunConfig", "dir") and for_job):
-            if PATH in marks:
-                setattr(section, name, absolute(value))
-            elif PATH_OR_NAME in marks:
-                setattr(section, name, absolute_unless_name(value))
-
-
-def _options(reward: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    known = options_of(reward) if any(isinstance(value, str) for value in options.values()) else {}
-    return {key: absolute_unless_name(value) if isinstance(value, str) and key in known and known[key].path else value
-            for key, value in options.items()}
+    for path in paths_of(config):
+        if not (path.key == "run.dir" and for_job):
+            path.put(absolute_unless_name(path.value) if path.may_be_name else absolute(path.value))
 
 
 def options_of(reward: str) -> Mapping[str, Any]:

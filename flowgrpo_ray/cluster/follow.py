@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from flowgrpo_ray.cluster.job_server import JobServer, Unreachable
+from flowgrpo_ray.cluster.job_server import JobServer
 from flowgrpo_ray.errors import ResourceError, described
 
 YOUNG_S, YOUNG_BYTES, YOUNG_EVERY_S = 30.0, 2**16, 0.25  # how long a log is asked for whole
@@ -179,6 +179,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return (error.os_error.strerror or str(error.os_error)).lower()
     return described(error)
-
-
-__all__ = ["Ended", "Unreachable", "follow"]

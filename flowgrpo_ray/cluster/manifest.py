@@ -19,7 +19,7 @@ import yaml
 from flowgrpo_ray.cluster.sizes import object_store, step_bytes
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.paths import options_of
+from flowgrpo_ray.paths import paths_of
 from flowgrpo_ray.sections import PoolConfig
 
 Tree = dict[str, Any]
@@ -164,11 +164,7 @@ def _travel(config: Config) -> dict[str, bytes]:
                             f"ConfigMap holds {CONFIG_MAP_BYTES:,}: {ways}")
             continue
         setattr(config.data, key, f"{CONFIG_DIR}/{name}")
-    named = {"model.path": config.model.path, "lora.init_from": config.lora.init_from}
-    for reward, section in config.rewards.items():
-        known = options_of(section.spec(reward))
-        named |= {f"rewards.{reward}.options.{key}": value for key, value in section.options.items()
-                  if isinstance(value, str) and key in known and known[key].path}
+    named = {path.key: path.value for path in paths_of(config) if not path.key.startswith(("run.", "data."))}
     for key, path in named.items():
         if path and not _in_cluster(path) and (Path(path).exists() or path.startswith("/")):
             hub = "" if key == "lora.init_from" else ", or give a name of the Hugging Face Hub"

@@ -14,7 +14,7 @@ from pathlib import Path
 from flowgrpo_ray.config import Config
 
 OURS = ("flowgrpo_ray", "actors")
-_NOT_CODE = ("__pycache__", ".git", ".venv", "venv", "node_modules", ".ipynb_checkpoints")
+NOT_CODE = ("__pycache__", ".git", ".venv", "venv", "node_modules", ".ipynb_checkpoints")
 
 
 def own_code(config: Config) -> dict[str, Path]:
@@ -48,10 +48,10 @@ def _roots(name: str) -> list[Path]:
         roots = [Path(spec.origin).absolute().parent]
     else:  # built in
         return []
-    return [root for root in roots if not _is_installed(root)]
+    return [root for root in roots if not is_installed(root)]
 
 
-def _is_installed(folder: Path) -> bool:
+def is_installed(folder: Path) -> bool:
     places = {Path(sysconfig.get_path(key)) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
     return any(folder.is_relative_to(place) for place in places) or (
         bool({"site-packages", "dist-packages"} & set(folder.parts)))
@@ -73,7 +73,7 @@ def _files(name: str, root: Path) -> Iterator[tuple[str, Path]]:
     folder = root / name
     if (folder / "__init__.py").is_file():
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and not set(_NOT_CODE) & set(path.relative_to(root).parts):
+            if path.is_file() and not set(NOT_CODE) & set(path.relative_to(root).parts):
                 yield path.relative_to(root).as_posix(), path
         return
     for suffix in (".py", *importlib.machinery.EXTENSION_SUFFIXES):
@@ -82,7 +82,7 @@ def _files(name: str, root: Path) -> Iterator[tuple[str, Path]]:
             return
     if folder.is_dir():  # a folder of modules without __init__.py
         for path in sorted(folder.rglob("*.py")):
-            if not set(_NOT_CODE) & set(path.relative_to(root).parts):
+            if not set(NOT_CODE) & set(path.relative_to(root).parts):
                 yield path.relative_to(root).as_posix(), path
 
 

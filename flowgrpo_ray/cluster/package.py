@@ -17,20 +17,18 @@ import stat
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from flowgrpo_ray.cluster.own_code import NOT_CODE, OURS, is_installed, own_code
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.paths import options_of
+from flowgrpo_ray.paths import paths_of
 from flowgrpo_ray.provenance import COMMIT_FILE, commit
-from flowgrpo_ray.sections import PATH, PATH_OR_NAME, Section, marks_of
 
 LARGEST = 50 * 2**20  # bytes of the archive
 FOLDER = "flowgrpo_job"
 CONFIG_FILE = f"{FOLDER}/config.yaml"
 WEIGHTS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".onnx", ".h5", ".pdiparams")
-ALWAYS_OUT = (".git", ".venv", "venv", "__pycache__", "runs", "node_modules", ".pytest_cache", ".ruff_cache",
-              ".ipynb_checkpoints", ".DS_Store")
+ALWAYS_OUT = (*NOT_CODE, "runs", ".pytest_cache", ".ruff_cache", ".DS_Store")
 _TINY_MODEL = "flowgrpo_ray/tiny/model/"
 _SOURCE = Path(__file__).resolve().parents[2]
 
@@ -82,7 +80,7 @@ class Package:
 
 def ships_code() -> bool:
     """Whether this package runs from a checkout, whose code is then sent along; an installed one is that of an image."""
-    return not {"site-packages", "dist-packages"} & set(_SOURCE.parts)
+    return not is_installed(_SOURCE)
 
 
 def build(config: Config, *, image_code: bool = False, working_dir: Path | None = None) -> Package:
@@ -95,14 +93,12 @@ def build(config: Config, *, image_code: bool = False, working_dir: Path | None 
     Raises:
         ConfigError: `working_dir` is not a folder.
     """
-    from flowgrpo_ray.cluster.own_code import own_code
-
     package = Package()
     if working_dir is not None:
         package.files |= _folder(working_dir)
     if image_code or not ships_code():
         package.code = "the code of the cluster's image"
-        for name in [name for name in package.files if name.startswith(("flowgrpo_ray/", "actors/"))]:
+        for name in [name for name in package.files if name.partition("/")[0] in OURS]:
             del package.files[name]  # --working-dir is a checkout
     else:
         package.files |= _our_code(with_model=config.model.path == "builtin:tiny")
@@ -130,7 +126,7 @@ def on_cluster_only(config: Config) -> list[str]:
 def _our_code(with_model: bool) -> dict[str, Path | bytes]:
     """This package's files; the weights of the tiny model, 5 MB, only for runs that use it."""
     found: dict[str, Path | bytes] = {}
-    for top in ("flowgrpo_ray", "actors"):
+    for top in OURS:
         for path in sorted((_SOURCE / top).rglob("*")):
             name = path.relative_to(_SOURCE).as_posix()
             if path.is_file() and path.parent.name != "__pycache__" and (
@@ -175,24 +171,10 @@ class _Relocation:
 
     def of(self, config: Config) -> Config:
         copy = config.model_copy(deep=True)
-        self._section(copy, "")
+        for path in paths_of(copy):
+            if path.key != "run.dir":
+                path.put(self._place(path.key, path.value))
         return copy
-
-    def _section(self, section: Section, prefix: str) -> None:
-        for name in type(section).model_fields:
-            value, key, marks = getattr(section, name), f"{prefix}{name}", marks_of(type(section), name)
-            if isinstance(value, Section):
-                self._section(value, f"{key}.")
-            elif isinstance(value, str) and {PATH, PATH_OR_NAME} & marks and key != "run.dir":
-                setattr(section, name, self._place(key, value))
-        if prefix == "":
-            for name, reward in section.rewards.items():
-                options: dict[str, Any] = dict(reward.options)
-                known = options_of(reward.spec(name))
-                for option, value in options.items():
-                    if isinstance(value, str) and option in known and known[option].path:
-                        options[option] = self._place(f"rewards.{name}.options.{option}", value)
-                reward.options = options
 
     def _place(self, key: str, value: str) -> str:
         """What a path is in the job; one that is not packed stays as it is."""

@@ -169,5 +169,3 @@ def verdict(ended: Ended, job_id: str) -> str:
 
 def _size(size: int) -> str:
     return f"{size / 2**20:.2f} MiB" if size >= 2**20 // 10 else f"{size / 2**10:.0f} KiB"
-
-

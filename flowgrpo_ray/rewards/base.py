@@ -268,7 +268,7 @@ class Reward(ABC):
         return None
 
     def self_test(self) -> None:
-        """Score known images; runs when the actor starts, so that a broken install is no low reward.
+        """Score known images; runs when the actor starts, so that a broken installation does not pass for a low reward.
 
         Raises:
             RewardError: scores in the wrong order or out of range, or a batch that changes the bits of a score.

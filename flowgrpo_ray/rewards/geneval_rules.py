@@ -1,6 +1,6 @@
 """The rules of GenEval (arXiv 2310.11513) as functions of detections: object counts, colours, positions.
 
-A prompt's metadata says what has to be in the image:
+A prompt's metadata says what must be in the image:
 
     {"tag": "position", "include": [{"class": "bench", "count": 1},
                                     {"class": "dog", "count": 1, "position": ["right of", 0]}], "exclude": []}
