@@ -28,6 +28,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -114,12 +115,18 @@ def cpu_by_role(of: psutil.Process | None = None) -> dict[tuple[int, str], float
             times, line = process.cpu_times(), process.cmdline()
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue  # ended between the two calls
-        # Ray names a worker's process after its actor's class and the method that it runs.
-        title = line[0] if line else process.name()
-        actor = title.startswith("ray::")
-        role = title.removeprefix("ray::").split(".")[0].split("(")[0] if actor else Path(title).name
-        out[(process.pid, role)] = times.user + times.system
+        out[(process.pid, role_of(line[0] if line else process.name()))] = times.user + times.system
     return out
+
+
+def role_of(title: str) -> str:
+    """What a process is, by its title: an actor's class, or a program's name."""
+    if not title.startswith("ray::"):
+        return Path(title).name
+    title = title.removeprefix("ray::")
+    if named := re.match(r"[^ ]+/(rollout|learner|reward)[-.]", title):  # in a call: `run/rollout-0 samples at version 3`
+        return f"{named[1].capitalize()}Actor"
+    return title.split(".")[0].split("(")[0]  # between calls, and in the constructor: Ray's title, the class
 
 
 def spent(before: Mapping[tuple[int, str], float], after: Mapping[tuple[int, str], float]) -> dict[str, float]:

@@ -214,7 +214,7 @@ def test_a_failing_tracker_is_dropped_and_the_others_go_on(method, caplog):
     run_with(all_of)
     assert good.got == WHOLE
     assert all_of.dropped == ["bad"] and bool(all_of)
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == trackers.log.name]
     assert record.levelno == logging.WARNING
     assert record.message.startswith(
         "bad (a tracker) failed and is dropped: ConnectionResetError: Connection lost. The metrics of")
@@ -255,7 +255,7 @@ def test_training_goes_on_when_the_process_of_w_and_b_dies(tmp_path, monkeypatch
     config = write_config(tmp_path, logging={"wandb_project": "project"})
     process = start(tmp_path, "train", config, "run.steps=8")
     for line in process.stdout:
-        if line.split()[:2] == ["step", "2/8"]:
+        if " step 2/8 " in line:
             break
     services = [child for child in psutil.Process(process.pid).children(recursive=True)
                 if "wandb" in " ".join(child.cmdline()[:1])]

@@ -152,6 +152,13 @@ def test_data_parallel_processes_share_every_group():
     assert baseline.by_group(tiny, scored)[5].rewards["r"].tolist() == [50.0, 51.0, 52.0, 53.0, 54.0, 55.0]
 
 
+def test_a_process_is_known_by_its_title():
+    titles = {"ray::RolloutActor": "RolloutActor", "ray::RewardActor.__init__()": "RewardActor", "ray::IDLE": "IDLE",
+              "ray::my.run/rollout-0 samples at version 3": "RolloutActor", "ray::a/reward.ocr-1.2 scores ocr": "RewardActor",
+              "ray::a/learner-0.1 trains": "LearnerActor", "/usr/lib/raylet/raylet": "raylet", "python": "python"}
+    assert {title: whole_step.role_of(title) for title in titles} == titles
+
+
 def test_whole_step(ray_cluster, capsys, config):
     variant = "pools.placement=colocated"
     result = report(whole_step.main, capsys, config, "--variant", variant, "--steps", "2", "--warmup", "1",
