@@ -16,11 +16,13 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import ray
+from ray._private.node import Node
 
 from flowgrpo_ray import log_lines, signals, waiting
 from flowgrpo_ray.errors import ResourceError
@@ -44,10 +46,14 @@ def start(env: dict[str, str], **options: object) -> str:
     """
     token = _give_token()
     before = {child.pid for child in psutil.Process().children()}
-    own = {key: os.environ.get(key) for key in env}
-    os.environ.update(env)
+    # Ray starts as many workers at a time as there are cores: one more actor would wait until another has started.
+    workers = min(int(options.get("num_cpus") or 1), 2 * len(os.sched_getaffinity(0)))
+    during = {"RAY_worker_maximum_startup_concurrency": str(workers), **env}
+    own = {key: os.environ.get(key) for key in during}
+    os.environ.update(during)
     try:
-        url = ray.init(address="local", **options).dashboard_url
+        with _without(*_unneeded(options)):
+            url = ray.init(address="local", **options).dashboard_url
     finally:
         for key, value in own.items():
             if value is None:
@@ -60,6 +66,30 @@ def start(env: dict[str, str], **options: object) -> str:
     if threading.current_thread() is threading.main_thread():
         signals.watch(_leave_with_ray)
     return f"http://{url}{f' (token {token})' if token else ''}" if url else ""
+
+
+def _unneeded(options: Mapping[str, object]) -> list[str]:
+    """Starts of Ray's own processes that a head on this machine does without: `ray.init` starts them whatever its options
+    are, and waits a second for the dashboard's server."""
+    unneeded = []
+    if not options.get("include_dashboard"):  # the autoscaler's monitor has nothing to scale, and nobody asks it then
+        unneeded += ["start_api_server", "start_monitor"]
+    if not options.get("log_to_driver"):  # it sends the workers' output to the driver
+        unneeded.append("start_log_monitor")
+    return unneeded
+
+
+@contextmanager
+def _without(*starts: str) -> Iterator[None]:
+    """Inside, Ray does not start some of its processes. Those that a version of Ray calls otherwise are started as ever."""
+    found = {name: start for name in starts if (start := vars(Node).get(name)) is not None}
+    try:
+        for name in found:
+            setattr(Node, name, lambda self, *args, **kwargs: None)
+        yield
+    finally:
+        for name, start in found.items():
+            setattr(Node, name, start)
 
 
 def _give_token() -> str:

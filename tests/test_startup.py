@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from ray._private.node import Node
 from runs import small_config
 
 from actors import head
@@ -64,6 +65,34 @@ def test_actors_need_no_runtime_env_for_variables_that_the_head_gives_all_worker
     assert actor_options(pools.rollout, "x")["runtime_env"] == {"env_vars": {"A": "1"}}
     assert actor_options(pools.learner, "x")["runtime_env"] == {}
     assert actor_options(pools.learner, "x", cpu_threads=2)["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "2"
+
+
+def test_a_head_on_this_machine_starts_no_process_that_it_does_without(monkeypatch):
+    calls = []
+    monkeypatch.setattr(Node, "start_monitor", lambda self: calls.append("monitor"))
+    monkeypatch.setattr(Node, "start_api_server", lambda self, **options: calls.append("dashboard"))
+    monkeypatch.setattr(Node, "start_log_monitor", lambda self: calls.append("log monitor"))
+
+    def start_all() -> list[str]:
+        calls.clear()
+        Node.start_monitor(None)
+        Node.start_api_server(None, include_dashboard=False, raise_on_failure=False)
+        Node.start_log_monitor(None)
+        return list(calls)
+
+    assert len(start_all()) == 3
+    for options, left in (({"include_dashboard": False, "log_to_driver": False}, []),
+                          ({"include_dashboard": True, "log_to_driver": False}, ["monitor", "dashboard"]),
+                          ({"include_dashboard": False, "log_to_driver": True}, ["log monitor"])):
+        with head._without(*head._unneeded(options)):
+            assert start_all() == left
+        assert len(start_all()) == 3
+    with head._without("of_another_version"):
+        assert len(start_all()) == 3
+
+
+def test_the_installed_ray_starts_its_processes_by_these_names():
+    assert {"start_monitor", "start_api_server", "start_log_monitor"} <= vars(Node).keys()
 
 
 def test_gpu_actors_do_not_inherit_that_there_are_no_gpus(tmp_path):
