@@ -14,6 +14,9 @@ import ray
 
 log = logging.getLogger("ray.cluster")
 
+# Where the part of a message ends that says what happened.
+_REST = re.compile(r"\n| Possible reasons include:| This can happen when| To troubleshoot the problem")
+
 _said: set[str] = set()
 
 
@@ -37,7 +40,7 @@ def join_ours() -> None:
 
 def _tell(message: str) -> None:
     log.debug("%s", message)
-    line = re.split(r"\n| Possible reasons include:| This can happen when", message.strip(), maxsplit=1)[0]
+    line = _REST.split(message.strip(), maxsplit=1)[0]
     if line and line not in _said:
         _said.add(line)
         log.warning("%s", line)

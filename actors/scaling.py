@@ -43,7 +43,7 @@ def scale(config: Config, pools: Sequence[ActorPool], targets: Mapping[str, int]
         problems = [f"name a pool and how many actors it shall have, for example {next(iter(by_name), 'rollout')}=2"]
     if problems:
         raise ConfigError("; ".join(problems))
-    said, new = [], []
+    said, new, free = [], [], ray.available_resources()  # before the new actors take their part of it
     for name, target in targets.items():
         pool = by_name[name]
         before, up = pool.target, pool.alive
@@ -52,7 +52,7 @@ def scale(config: Config, pools: Sequence[ActorPool], targets: Mapping[str, int]
                     f"{name}: {counted(target, 'actor')} already")
         new += [named_pools(config)[name]] * max(0, target - max(up, before))
     make_room(pools)
-    return "; ".join(said) + _short(new)
+    return "; ".join(said) + _short(new, free)
 
 
 def _problem(config: Config, by_name: Mapping[str, ActorPool], name: str, target: object) -> str | None:
@@ -75,9 +75,8 @@ def _problem(config: Config, by_name: Mapping[str, ActorPool], name: str, target
     return None
 
 
-def _short(new: Sequence[PoolConfig]) -> str:
-    """What to add if the cluster cannot hold the new actors now."""
-    free = ray.available_resources() if new else {}
+def _short(new: Sequence[PoolConfig], free: Mapping[str, float]) -> str:
+    """What to add if `free` resources cannot hold the new actors."""
     need = {"CPU": sum(pool.num_cpus for pool in new), "GPU": sum(pool.num_gpus for pool in new)}
     short = [f"{kind}: asked {amount:g}, free {free.get(kind, 0.0):g}" for kind, amount in lacking(need, free).items()]
     if not short:

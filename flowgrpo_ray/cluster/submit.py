@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import tempfile
 import time
@@ -137,8 +138,11 @@ def follow_run(server: JobServer, job_id: str, write: Callable[[str], None], say
 
 
 def how_to(server: JobServer, job_id: str) -> str:
-    """The commands that follow and stop a job."""
-    return f"  follow: {server.command('logs --follow', job_id)}\n  stop:   {server.command('stop', job_id)}"
+    """The commands that follow, watch and stop a job."""
+    token = f" --token-file {shlex.quote(server.token_file)}" if server.token_file else ""
+    watch = f"flowgrpo-ray status {job_id.rsplit('-', 2)[0]} --watch --address {shlex.quote(server.url)}{token}"
+    return (f"  follow: {server.command('logs --follow', job_id)}\n  watch:  {watch}\n"
+            f"  stop:   {server.command('stop', job_id)}")
 
 
 @contextmanager

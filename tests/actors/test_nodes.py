@@ -69,6 +69,10 @@ def test_rays_messages_are_one_line_each_without_the_log_of_a_raylet(capsys, mon
     ray_messages.join_ours()
     dump = ("Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL. Last 20 lines of the "
             "Raylet logs:\n    [state-dump] NodeManager:\n" + "    [state-dump] x\n" * 19)
+    killed = ("A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the problem, "
+              "check the logs for the dead worker. Lease ID: 15 Worker exit detail: Some common causes include: (1) the OOM")
     for _ in range(2):  # both agents of the node report it
-        worker.print_to_stdstream({"lines": [dump], "pid": "raylet", "is_err": False}, ignore_prefix=False)
-    assert told == ["Raylet is terminated. Termination is unexpected."] and capsys.readouterr().out == ""
+        worker.print_to_stdstream({"lines": [dump, killed], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert told == ["Raylet is terminated. Termination is unexpected.",
+                    "A worker died or was killed while executing a task by an unexpected system error."]
+    assert capsys.readouterr().out == ""

@@ -498,9 +498,12 @@ def test_rollout_actors_that_are_learner_ranks_are_refused():
 
 
 def test_what_is_done_is_said_and_what_does_not_fit_now(monkeypatch):
-    free = {"CPU": 3.0}
-    monkeypatch.setattr(scaling, "ray", SimpleNamespace(available_resources=lambda: free))
     sites = {name: Site(2, name=name) for name in ("rollout", "reward.ocr")}
+
+    def free() -> dict[str, float]:  # what new actors take is theirs at once
+        return {"CPU": 8.0 - sum(len(site.handles) for site in sites.values())}
+
+    monkeypatch.setattr(scaling, "ray", SimpleNamespace(available_resources=free))
     pools = [site.pool for site in sites.values()]
     assert (
         scaling.scale(CONFIG, pools, {"rollout": 1, "reward.ocr": 3})

@@ -11,6 +11,7 @@ from played_job_server import Job, PlayedServer
 
 from flowgrpo_ray.cluster import job_server
 from flowgrpo_ray.cluster.job_server import JobServer, TokenError, Unreachable, check_versions, find, running
+from flowgrpo_ray.cluster.submit import how_to
 from flowgrpo_ray.errors import ConfigError
 
 PYTHON = platform.python_version()
@@ -114,3 +115,14 @@ def test_commands_carry_the_file_of_the_token_and_not_the_token(tmp_path):
     command = find("http://head:8265", str(tmp_path / "token")).command("stop", "r-1")
     assert command == (f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={tmp_path}/token ray job stop --address http://head:8265 r-1")
     assert job_server.find("http://head:8265").command("stop", "r-1") == "ray job stop --address http://head:8265 r-1"
+
+
+def test_a_detached_run_can_be_followed_watched_and_stopped(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("a" * 64)
+    lines = how_to(find("http://head:8265", str(token)), "my-run-20261203-053725").splitlines()
+    known = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
+    assert lines == [
+        f"  follow: {known} ray job logs --follow --address http://head:8265 my-run-20261203-053725",
+        f"  watch:  flowgrpo-ray status my-run --watch --address http://head:8265 --token-file {token}",
+        f"  stop:   {known} ray job stop --address http://head:8265 my-run-20261203-053725"]
