@@ -21,7 +21,7 @@ from flowgrpo_ray.status import PoolStatus
 log = logging.getLogger(__name__)
 
 REST_S = 5.0  # before a new actor that could not start is tried again, where the pool has no `rest_s` of its own
-REMIND_S = 30.0  # how often the log says that new actors wait for room
+REMIND_S = 30.0  # how often the log says that actors wait for room
 
 # How tracebacks of Python tell an error of ours, to the end of its message, and where the next error of a chain begins.
 _OWN = re.compile(r"^flowgrpo_ray\.[\w.]+Error: .*", re.DOTALL | re.MULTILINE)
@@ -308,15 +308,18 @@ class Members:
                 member.rests_until = 0.0
 
     def _remind(self) -> None:
-        """Say which new actors wait: nothing else would."""
-        waiting = [m for m in self.members if m.newcomer and not m.up]
+        """Say which actors are not up yet, new ones and those that replace others: nothing else would."""
+        waiting = [m for m in self.members if not m.up and (m.newcomer or m.replaces and m.handle is not None)]
         if not waiting:
             self._remind_at = float("inf")
+        elif self._remind_at == float("inf"):
+            self._remind_at = time.monotonic() + REMIND_S
         elif time.monotonic() >= self._remind_at:
             self._remind_at = time.monotonic() + REMIND_S
             log.warning("pool %s: %d of %d actors are not up: they wait for resources%s, or load; free now, over all nodes: "
-                        "%s; the run goes on with the others", self.name, len(waiting), self.target,
-                        self._asks and f" (each asks for {self._asks})", _free_now())
+                        "%s; %s", self.name, len(waiting), self.target, self._asks and f" (each asks for {self._asks})",
+                        _free_now(), "the run goes on with the others" if self.alive else
+                        f"the run waits for one, up to {self._start_timeout:g} s (pools.start_timeout_s)")
 
 
 def _free_now() -> str:

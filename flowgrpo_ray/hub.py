@@ -25,6 +25,7 @@ def explained(where: str, repo: str, revision: str | None, lacking: str) -> Iter
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -46,8 +47,10 @@ def explained(where: str, repo: str, revision: str | None, lacking: str) -> Iter
         raise unreachable(where, f"could not be reached ({first_line(error)})") from error
     except EntryNotFoundError as error:
         raise ConfigError(f"{where}: {lacking}") from error
-    except Exception as error:  # whatever its HTTP library raises: no connection, a proxy, a server error
+    except HfHubHTTPError as error:  # a server error
         raise unreachable(where, f"answered {first_line(error)}") from error
+    except Exception as error:  # whatever its HTTP library raises: no connection, a proxy
+        raise unreachable(where, f"could not be reached ({first_line(error)})") from error
 
 
 def unreachable(where: str, what: str) -> HubError:

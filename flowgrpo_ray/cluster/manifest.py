@@ -18,7 +18,7 @@ import yaml
 
 from flowgrpo_ray.cluster.sizes import object_store, step_bytes
 from flowgrpo_ray.config import Config, to_yaml
-from flowgrpo_ray.errors import ConfigError, nearest
+from flowgrpo_ray.errors import ConfigError, counted, nearest
 from flowgrpo_ray.paths import paths_of
 from flowgrpo_ray.sections import PoolConfig
 
@@ -249,9 +249,9 @@ def _fill_groups(config: Config, overlay: str, cluster: Tree, out: Manifest) -> 
         group.update(replicas=pods.count, minReplicas=pods.count if fixed else 1,
                      maxReplicas=pods.count if fixed else 2 * pods.count)
         if pods.gpus:
-            out.notes.append(f"{name}: {pods.count} pods of {pods.gpus} GPUs, {pods.cpus} CPUs and {memory} GiB "
-                             f"({gib_per_gpu:.0f} GiB a GPU besides the object store: a model that is larger on its way to the "
-                             "GPU needs more, and resources of the pods can be patched)")
+            out.notes.append(f"{name}: {counted(pods.count, 'pod')} of {counted(pods.gpus, 'GPU')}, {pods.cpus} CPUs and "
+                             f"{memory} GiB ({gib_per_gpu:.0f} GiB a GPU besides the object store: a model that is larger "
+                             "on its way to the GPU needs more, and resources of the pods can be patched)")
 
 
 def _select(pool: PoolConfig, key: str, group: str) -> None:

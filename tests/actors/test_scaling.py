@@ -332,6 +332,22 @@ def test_new_actors_have_no_deadline_until_they_are_up(monkeypatch, caplog):
     assert site.pool.status().ready == 3
 
 
+def test_a_pool_that_has_lost_all_actors_says_what_it_waits_for(monkeypatch, caplog):
+    now = [1000.0]
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now[0])
+    site = Site(2, asks="CPU 2", needed=True)
+    site.submit(0, 1)
+    site.room = 0
+    site.die(site.handles[0])
+    site.die(site.handles[1])
+    for _ in range(5):
+        now[0] += 10.0
+        site.pool.settle(set())
+    [said] = [r.message for r in caplog.records if "are not up" in r.message]
+    assert "2 of 2 actors are not up: they wait for resources (each asks for CPU 2)" in said
+    assert said.endswith("the run waits for one, up to 60 s (pools.start_timeout_s)")
+
+
 def test_a_new_actor_that_dies_or_fails_while_it_starts_is_tried_again():
     site = Site(1, needed=True)
     site.pool.resize(2)

@@ -10,10 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
-from flowgrpo_ray import waiting
-from flowgrpo_ray.errors import ConfigError, DeadlineError
+from flowgrpo_ray import hub, waiting
+from flowgrpo_ray.errors import ConfigError, DeadlineError, HubError
 from flowgrpo_ray.policies import check_model, load_policy
 from flowgrpo_ray.policies.flux import FluxPolicy
 from flowgrpo_ray.policies.sd3 import SD3Policy
@@ -85,8 +87,8 @@ def test_checking_imports_no_diffusers_and_an_unreachable_hub_is_named(tmp_path)
     script = """
 import sys
 from flowgrpo_ray.sections import ModelConfig
-from flowgrpo_ray import waiting
-from flowgrpo_ray.errors import ConfigError, DeadlineError
+from flowgrpo_ray import hub, waiting
+from flowgrpo_ray.errors import ConfigError, DeadlineError, HubError
 from flowgrpo_ray.policies import check_model
 check_model(ModelConfig(path="builtin:tiny"))
 try:
@@ -100,6 +102,15 @@ print("diffusers" in sys.modules, "transformers" in sys.modules)
     message, modules = out.strip().splitlines()
     assert "'some-owner/some-model' is unreachable" in message and "no such folder" in message
     assert modules == "False False"
+
+
+def test_a_hub_that_cannot_be_reached_did_not_answer():
+    request = httpx.Request("GET", "https://hub")
+    down = HfHubHTTPError("502 Bad Gateway", response=httpx.Response(502, request=request))
+    for error, text in ((httpx.ConnectError("[Errno -2] no such host"), r"could not be reached \(\[Errno -2\] no such host\)"),
+                        (down, "answered 502 Bad Gateway")):
+        with pytest.raises(HubError, match=f"the hub {text}"), hub.explained("model.path 'a/b'", "a/b", None, "none"):
+            raise error
 
 
 def test_a_model_of_the_hub_is_fetched_within_a_deadline(monkeypatch, folders):
