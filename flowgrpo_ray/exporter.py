@@ -127,7 +127,8 @@ class Exporter:
             self._set("queue_groups", 0, stage=stage)
 
     def go_on_from(self, row: Row) -> None:
-        """Take the counters of the row that the run resumes after as counted; an empty row is that of a new run."""
+        """Training begins. The counters of the row that the run resumes after are counted; a new run's is empty."""
+        self._set("last_step_timestamp", self._clock())
         for key, value in row.items():
             if key != "step" and find(key)[0].kind == "counter":
                 self._totals[_key(*find(key))] = value

@@ -152,7 +152,7 @@ METRICS: tuple[Metric, ...] = (
     _now("policy_version", "steps", "Policy version that the rollout actors hold"),
     _now("phase", "1", "1 for what the driver is doing, 0 for all else", "phase"),
     _now("seconds_left", "s", "Estimated time to the last step"),
-    _now("last_step_timestamp", "s", "When the last step was committed, or the driver started; seconds since the epoch"),
+    _now("last_step_timestamp", "s", "When the last step was committed, or training began; seconds since the epoch"),
     _now("ratio_tolerance", "1", "Tolerance of first_update_log_ratio_max (train.ratio_tolerance, resolved)"),
     _now("pool_target", "actors", "Actors that a pool should have", "pool"),
     _now("pool_ready", "actors", "Actors of a pool that take work", "pool"),

@@ -69,9 +69,11 @@ def test_a_row_becomes_series(tmp_path):
 
 
 def test_a_resumed_run_counts_on_from_0(tmp_path):
-    export, values, _ = exporter(tmp_path, step=20)
+    export, values, clock = exporter(tmp_path, step=20)
+    clock[0] = 1500.0  # the actors took their time
     export.go_on_from({"step": 20, "updates": 40.0, "actor_deaths/rollout": 3.0, "kl": 0.1})
     assert values["step",] == values["checkpoint_step",] == 20 and values["updates",] == 0
+    assert values["last_step_timestamp",] == 1500
     export.row({"step": 21, "updates": 42.0, "actor_deaths/rollout": 3.0})
     assert values["updates",] == 2 and values["actor_deaths", "rollout"] == 0 and values["steps_committed",] == 1
 
