@@ -203,7 +203,7 @@ _NODE_PANELS = (
     Panel("Node memory", "percentunit", (node("max by (ray_io_cluster, ip) (ray_node_mem_used{SELECTOR}) / "
                                               "max by (ray_io_cluster, ip) (ray_node_mem_total{SELECTOR})"),)),
     Panel("Node disk", "percent", (node("max by (ray_io_cluster, ip) (ray_node_disk_utilization_percentage{SELECTOR})"),),
-          "In a pod it needs RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE=1; Ray reports 0 otherwise."),
+          "The disk of /. In a pod it needs RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE=1; Ray reports 0 otherwise."),
     Panel("Node CPU", "percent", (node("max by (ray_io_cluster, ip) (ray_node_cpu_utilization{SELECTOR})"),)),
     Panel("GPU use", "percent", (node("max by (ray_io_cluster, ip, GpuIndex) (ray_node_gpus_utilization{SELECTOR})",
                                       "{{ip}} GPU {{GpuIndex}}"),), gpu=True),
