@@ -82,10 +82,11 @@ class Nodes:
         self._logs = (self.folder / "ray" / "session_latest").resolve() / "logs"
 
     def add(self, num_cpus: int, **labels: str) -> subprocess.Popen:
-        """One more node, with a temporary directory of its own."""
+        """One more node, with a temporary directory and an address of its own."""
         folder = self.folder / f"n{len(self._commands)}"
         return self._start("--address", self.address, "--num-cpus", str(num_cpus), "--temp-dir", str(folder),
-                           *(["--labels", ",".join(f"{key}={value}" for key, value in labels.items())] if labels else []))
+                           *(["--labels", ",".join(f"{key}={value}" for key, value in labels.items())] if labels else []),
+                           host=len(self._commands) + 1)
 
     @staticmethod
     def kill(node: subprocess.Popen) -> None:
@@ -94,9 +95,9 @@ class Nodes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _start(self, *args: str) -> subprocess.Popen:
+    def _start(self, *args: str, host: int = 1) -> subprocess.Popen:
         command = [str(Path(sys.executable).parent / "ray"), "start", *args, *COMMON, str(free_port()), "--node-ip-address",
-                   "127.0.0.1"]
+                   f"127.0.0.{host}"]
         self._commands.append(start_ray(command, self.environment()))
         return self._commands[-1]
 

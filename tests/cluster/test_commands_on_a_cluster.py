@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
-import yaml
+from cluster_runs import Training, flowgrpo_ray, output
 from clusters import Nodes, free_port
-from runs import SMALL, assert_same_bits
+from runs import assert_same_bits
 
 from flowgrpo_ray.checkpoint import latest
-from flowgrpo_ray.learning.state import read_learner_state
+
+pytestmark = pytest.mark.timeout(600)  # many commands, and each starts as a process of its own
 
 
 @pytest.fixture(scope="module")
@@ -27,34 +26,10 @@ def head():
         nodes.stop()
 
 
-def flowgrpo_ray(nodes: Nodes, folder, *args: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "flowgrpo_ray.cli", *map(str, args)], cwd=folder, text=True,
-                            env=nodes.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def train(nodes: Nodes, folder, name: str, steps: int) -> subprocess.Popen:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**SMALL, "run": {"name": name, "dir": str(folder / "runs")}}))
-    return flowgrpo_ray(nodes, folder, "train", path, f"run.steps={steps}", "--address", nodes.address)
-
-
-def output(process: subprocess.Popen, code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == code, (out, err)
-    return out, err
-
-
-def adapter(folder, name: str) -> dict:
-    tensors, _ = read_learner_state(latest(str(folder / "runs" / name)).uri)
-    return tensors["adapter"]
-
-
 @pytest.mark.slow
 def test_a_run_is_seen_scaled_saved_and_stopped_from_other_processes(head, tmp_path):
-    training = train(head, tmp_path, "told", 1000)
-    for line in training.stdout:
-        if "step    1/1000" in line and "images/s" in line:
-            break
+    training = Training(head, tmp_path, "told", "run.steps=1000")
+    training.until_step(1)
 
     def here(*args: str, code: int = 0) -> tuple[str, str]:
         return output(flowgrpo_ray(head, tmp_path, *args, "--address", head.address), code)
@@ -87,31 +62,25 @@ def test_a_run_is_seen_scaled_saved_and_stopped_from_other_processes(head, tmp_p
     seen, _ = output(watching)
     last = json.loads(seen.splitlines()[-1])
     assert last["phase"] == "ended" and last["step"] == latest(run_dir).step
-    rest, err = output(training)
-    assert rest.splitlines()[-1].endswith(out.splitlines()[-1]), "the run's last line"
+    assert training.ended().splitlines()[-1].endswith(out.splitlines()[-1]), "the run's last line"
     assert "no run answers here" in here("runs")[0]
     _, err = here("status", "told", code=1)
     assert "no run 'told' answers" in err and "newest checkpoint" in err and "Traceback" not in err
 
-    output(train(head, tmp_path, "undisturbed", last["step"]))
-    assert_same_bits(adapter(tmp_path, "told"), adapter(tmp_path, "undisturbed"))
+    undisturbed = Training(head, tmp_path, "undisturbed", f"run.steps={last['step']}")
+    undisturbed.ended()
+    assert_same_bits(training.adapter(), undisturbed.adapter())
 
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_now_and_two_runs_of_one_name(head, tmp_path):
-    trainings = []
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        trainings.append(train(head, tmp_path / folder, "same", 1000))
+    trainings = [Training(head, tmp_path / folder, "same", "run.steps=1000") for folder in ("a", "b")]
     for training in trainings:
-        for line in training.stdout:
-            if "step    1/1000" in line and "images/s" in line:
-                break
+        training.until_step(1)
     _, err = output(flowgrpo_ray(head, tmp_path, "status", "same", "--address", head.address), 2)
     assert "2 runs are named 'same'" in err and f"{tmp_path}/a/runs/same" in err and f"{tmp_path}/b/runs/same" in err
     for folder, training in zip(("a", "b"), trainings, strict=True):
         out, _ = output(flowgrpo_ray(head, tmp_path, "stop", f"{folder}/runs/same", "--now", "--address", head.address))
         assert out.splitlines()[0] == "the run stops now"
-        rest, _ = output(training)
-        assert "stopped on request at step " in rest.splitlines()[-1]
+        assert "stopped on request at step " in training.ended().splitlines()[-1]
         assert latest(f"{tmp_path}/{folder}/runs/same").step >= 1
