@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -49,3 +50,31 @@ def test_the_rewards_of_ones_own_score(tmp_path, monkeypatch):
         reward.self_test()
         scores = validated(reward.score(images, ["a", "b"], [{}, {}]), 2, key, range=reward.range)[key]
         assert scores[0] == 0 and scores[1] == 1
+
+
+def fixed_texts() -> list[str]:
+    """Every string of the code, adjacent parts joined, with a NUL for each value that is put in."""
+    found = []
+    for file in [*(ROOT / "flowgrpo_ray").rglob("*.py"), *(ROOT / "actors").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[-.\d]*[a-z]", "\0", node.value))
+    return found
+
+
+def quoted_messages() -> list[str]:
+    """What the pages quote of messages: bold in troubleshooting.md, first in the rows of warnings in operations.md."""
+    entries = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines()
+               if line.startswith("**`") and not line.endswith("'s)")]
+    table = (ROOT / "docs/operations.md").read_text().split("| WARNING |")[1].split("\n\n")[0].splitlines()[2:]
+    return [text for line in entries + [row.split("|")[1] for row in table] for text in re.findall(r"`([^`]+)`", line)]
+
+
+def test_quoted_messages_are_in_the_code():
+    texts, quoted = fixed_texts(), quoted_messages()
+    assert len(quoted) > 50
+    unknown = [message for message in quoted for part in re.split(r"…|\b[NMPR]\b", message)
+               if not any(part.strip(" :;,.()") in text for text in texts)]
+    assert unknown == []
