@@ -249,8 +249,8 @@ def _fill_groups(config: Config, overlay: str, cluster: Tree, out: Manifest) -> 
         group.update(replicas=pods.count, minReplicas=pods.count if fixed else 1,
                      maxReplicas=pods.count if fixed else 2 * pods.count)
         if pods.gpus:
-            shape = f"{counted(pods.gpus, 'GPU')}, {counted(pods.cpus, 'CPU')} and {memory} GiB"
-            out.notes.append(f"{name}: {counted(pods.count, 'pod')} of {shape} ({gib_per_gpu:.0f} GiB a GPU besides the object "
+            each = f"{counted(pods.gpus, 'GPU')}, {counted(pods.cpus, 'CPU')} and {memory} GiB"
+            out.notes.append(f"{name}: {counted(pods.count, 'pod')} of {each} ({gib_per_gpu:.0f} GiB a GPU besides the object "
                              "store: a model that is larger on its way to the GPU needs more, and resources of the pods can be "
                              "patched)")
 
