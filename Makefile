@@ -1,6 +1,7 @@
 # Set-up, demo and tests. All it needs is make and a Python from 3.11 on; everything goes into .venv.
 #   make demo       train the tiny model on this machine, in minutes
 #   make test       the test suite; make test-slow the runs that train for minutes; make test-all both
+#   make lint       ruff and mypy
 #   make install    only the set-up; PYTHON=python3.12 picks the interpreter, TORCH=... what to install for torch
 
 VENV := .venv
@@ -10,12 +11,16 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 PYTHON ?=
 
-.PHONY: demo test test-slow test-all install clean
+.PHONY: demo lint test test-slow test-all install clean
 demo test test-slow: export OMP_NUM_THREADS := 1
 demo test test-slow: export MKL_NUM_THREADS := 1
 
 demo: install
 	$(VENV)/bin/flowgrpo-ray train configs/tiny_ocr.yaml run.name=demo-$$(date +%Y%m%d-%H%M%S)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
 
 test: install
 	$(PY) -m pytest -m "not slow"

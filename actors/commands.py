@@ -31,7 +31,7 @@ class Commands:
         self.stopping = self.ending = False
         self._to_save: list[Request] = []
         run_id = controller.recorder.run_id
-        self.control = Control(run_id, self._status, self._obey) if reachable else NoControl()
+        self.control: Control | NoControl = Control(run_id, self._status, self._obey) if reachable else NoControl()
 
     def _status(self) -> dict:
         return run_status(self._controller).to_json()
@@ -56,7 +56,7 @@ class Commands:
 
     def _checkpoint(self, request: Request) -> None:
         last = self._controller.last
-        if last.finished == last.saved > 0:
+        if last.checkpoint is not None and last.finished == last.saved > 0:
             self.control.reply(request, f"step {last.saved} is the last finished step, and its checkpoint exists: "
                                         f"{storage.display(last.checkpoint.uri)}")
             return
@@ -92,6 +92,7 @@ class Commands:
         """A checkpoint is committed."""
         checkpoint = self._controller.last.checkpoint
         for request in self._to_save:
+            assert checkpoint is not None
             self.control.reply(request, f"checkpoint of step {checkpoint.step}: {storage.display(checkpoint.uri)}")
         self._to_save.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import ray
 
@@ -80,12 +80,12 @@ class Controller:
         self.config, self.inputs, self.recorder, self.observer = config, inputs, recorder, observer
         self.colocated = config.pools.placement == "colocated"
         self.published: dict[str, Published] = {}
-        self._ema: Published | None = None
+        self._ema: Published
         self._learner_events: dict[ray.ObjectRef, Callable[[Any], None]] = {}
         self._conditionings: dict[tuple[int, int], ray.ObjectRef] = {}  # encoded ahead: (step, group)
-        self._learner_seconds = self._learner_peak = 0
+        self._learner_seconds = self._learner_peak = 0.0
         self.pools: list[ActorPool] = []
-        self.learners: LearnerGroup | None = None
+        self.group: LearnerGroup | None = None
         self.names = ActorNames(config.run.name, recorder.start_id)
         self._started = time.perf_counter()
         self._step: int | None = None  # the one that has no row yet
@@ -97,7 +97,7 @@ class Controller:
 
     # Life -------------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Controller:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException as error:
@@ -111,8 +111,8 @@ class Controller:
         self.commands.close(error)
         for pool in self.pools:
             pool.shutdown()
-        if self.learners is not None:
-            self.learners.shutdown()
+        if self.group is not None:
+            self.group.shutdown()
 
     def _start(self) -> None:
         config, p = self.config, self.config.pools
@@ -140,8 +140,8 @@ class Controller:
                                                              (tree, p.rollout.num_gpus > 0, p.rollout.nice)),
                 prepare=self._prepare, asks=scaling.asks(p.rollout), rest_s=5.0, needed=True, **common)
             self.pools.append(self.rollouts)
-        self.learners = self.group_class(config, self.recorder.run_id, self.names,
-                                         self.colocated_class if self.colocated else self.learner_class)
+        self.group = self.group_class(config, self.recorder.run_id, self.names,
+                                      self.colocated_class if self.colocated else self.learner_class)
         self.learners.watch = self._tick
         self.observer.say(f"starting {sum(len(pool.members) for pool in self.pools) + self.learners.world_size} actors")
         run_dir = self.recorder.run_dir
@@ -184,6 +184,12 @@ class Controller:
                                     cpu_threads=self.config.model.cpu_threads)
             return ray.remote(actor_class).options(**options).remote(*args)
         return spawn
+
+    @property
+    def learners(self) -> LearnerGroup:
+        """The learner group, once it has been made."""
+        assert self.group is not None
+        return self.group
 
     @property
     def step_begun(self) -> bool:
@@ -294,7 +300,7 @@ class Controller:
             self._learner_events[ref] = self._learned
 
     def _learned(self, timing: Row | None) -> None:
-        if timing:
+        if timing and self.board is not None:
             self._learner_seconds += timing["seconds"]
             self._learner_peak = max(self._learner_peak, timing["peak_memory"])
             self.board.trained()
@@ -320,7 +326,7 @@ class Controller:
     def _tick(self, what: str, ready: Iterable[ray.ObjectRef] = ()) -> dict[str, list[str]]:
         """Called several times a second in every wait."""
         doing = {pool.name: pool.activity() for pool in self.pools}
-        doing["learner"] = self.learners.activity() if self.learners is not None else []
+        doing["learner"] = self.group.activity() if self.group is not None else []
         self.observer.activity(doing)
         self.activity.wait(what, waiting_reason(self))
         if self.activity.status_due():
@@ -374,8 +380,7 @@ class Controller:
         return self.sampling.negative(self._negative_text(board.plan, shard))
 
     def _encode_negatives(self, plan: StepPlan) -> None:
-        texts = {self._negative_text(plan, shard) for shard in plan.shards} - {None}
-        self._need_negatives(texts)
+        self._need_negatives({text for shard in plan.shards if (text := self._negative_text(plan, shard)) is not None})
 
     def _need_negatives(self, texts: set[str]) -> None:
         new = [text for text in sorted(texts) if not self.sampling.has_negative(text)]
@@ -405,12 +410,12 @@ class Controller:
     @during("evaluating")
     def evaluate(self, step: int) -> Row:
         """Evaluate raw and EMA weights at fixed seeds, and record their grids."""
-        started, row = time.perf_counter(), {}
+        started = time.perf_counter()
         self._forgive_deaths()
         self._leave_nodes()
         self._need_negatives({text for shard in plan_evaluation(self.config, self.inputs.eval)
                               if (text := evaluation_negative(self.config, shard)) is not None})
-        row |= self._evaluate("policy", step)
+        row = self._evaluate("policy", step)
         if self.config.train.ema.enabled and self._ema.digest == self.published["policy"].digest:
             row |= {key.replace("/policy", "/ema", 1): value for key, value in row.items()}  # same weights, same images
         elif self.config.train.ema.enabled:
@@ -454,7 +459,8 @@ class Controller:
         self.sampling.forget_negatives(scaling.kept_on(nodes, self.sampling.negatives))
 
     def _reset_clocks(self) -> None:
-        self._learner_seconds = self._learner_peak = self.sampling.peak_memory = 0
+        self._learner_seconds = self._learner_peak = 0.0
+        self.sampling.peak_memory = 0
         scoring = self.scoring
         for counter in (self.sampling.seconds, self.sampling.calls, scoring.seconds, scoring.calls, scoring.images):
             counter.clear()
@@ -469,11 +475,11 @@ class Controller:
             pools[name].num_gpus * each for name, each in worked.items() if name != "colocated")
         speed = {
             "images_per_s": images / seconds,
-            "busy_share/rollout": self.sampling.seconds.total() / worked[self.rollouts.name],
-            "busy_share/reward": self.scoring.seconds.total() / sum(worked[pool.name] for pool in self.rewards.values()),
+            "busy_share/rollout": sum(self.sampling.seconds.values()) / worked[self.rollouts.name],
+            "busy_share/reward": sum(self.scoring.seconds.values()) / sum(worked[pool.name] for pool in self.rewards.values()),
             "busy_share/learner": self._learner_seconds / (self.learners.world_size * seconds),
             "time_sample_call": self.sampling.seconds["sample"] / max(1, self.sampling.calls["sample"]),
-            "time_reward_call": self.scoring.seconds.total() / max(1, self.scoring.calls.total()),
+            "time_reward_call": sum(self.scoring.seconds.values()) / max(1, self.scoring.calls.total()),
             "time_encode": self.sampling.seconds["encode"],
             "time_learn": self._learner_seconds / self.learners.world_size,
         }

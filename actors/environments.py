@@ -52,7 +52,7 @@ def runtime_env(environment: EnvironmentConfig | None, env: dict[str, str], star
                 "config": {"setup_timeout_seconds": max(1, int(start_timeout_s))}}
     path = os.pathsep.join([str(FOREIGN), *filter(None, [env.get("PYTHONPATH")])])
     # Ray hands the path to a shell.
-    return {"env_vars": env | {"PYTHONPATH": path}, "py_executable": shlex.quote(environment.py_executable)}
+    return {"env_vars": env | {"PYTHONPATH": path}, "py_executable": shlex.quote(environment.py_executable or "")}
 
 
 def start_hint(name: str, environment: EnvironmentConfig) -> str:
@@ -132,7 +132,7 @@ def _problem(found: dict[str, str | None], path: str) -> str | None:
     """What is wrong with a foreign Python, as the end of a sentence."""
     if found["error"]:
         return found["error"]
-    ours, theirs = (ray.__version__, platform.python_version()), (found["ray"], found["python"])
+    ours, theirs = (ray.__version__, platform.python_version()), (found["ray"], str(found["python"]))
     both = f"Python {theirs[1]} with Ray {theirs[0] or '(none)'}, and the run has Python {ours[1]} with Ray {ours[0]}"
     if theirs[1].split(".")[:2] != ours[1].split(".")[:2]:
         return f"is {both}: the first two parts of Python's version have to agree"

@@ -127,7 +127,7 @@ class Evaluator(Controller):
         super().__init__(config, inputs, self.results, observer)  # type: ignore[arg-type]
         self._adapter = adapter
 
-    def run(self) -> Row:
+    def result(self) -> Row:
         """Publish the adapter with the proof that every sync needs, and evaluate it; returns the row."""
         if self._adapter is not None:
             from flowgrpo_ray.policies import lora

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -33,7 +34,7 @@ _vital: dict[str, psutil.Process] = {}  # of these, by name, the ones without wh
 worker_env: dict[str, str] = {}  # variables that every worker process of a head started here has from the beginning
 
 
-def start(env: dict[str, str], **options: object) -> str:
+def start(env: dict[str, str], **options: Any) -> str:
     """`ray.init` on this machine, with a head of its own.
 
     Args:
@@ -68,7 +69,7 @@ def start(env: dict[str, str], **options: object) -> str:
     return f"http://{url}{f' (token {token})' if token else ''}" if url else ""
 
 
-def _unneeded(options: Mapping[str, object]) -> list[str]:
+def _unneeded(options: Mapping[str, Any]) -> list[str]:
     """Starts of Ray's own processes that a head on this machine does without: `ray.init` starts them whatever its options
     are, and waits a second for the dashboard's server."""
     unneeded = []
@@ -109,7 +110,7 @@ def _give_token() -> str:
     return token
 
 
-def connect(address: str, timeout_s: float, **options: object) -> None:
+def connect(address: str, timeout_s: float, **options: Any) -> None:
     """`ray.init(address=...)` within `timeout_s`, in a thread: Ray's library tries a dead address for
     minutes and holds the calling thread meanwhile. (A head of our own is started in the main thread:
     Ray's processes end with the thread that started them.)

@@ -46,7 +46,7 @@ class LastStep:
 
     def __init__(self, start: int, grace_s: float, resumed_from: CheckpointInfo | None = None) -> None:
         self.finished = self.saved = start
-        self.checkpoint = resumed_from and Saved(
+        self.checkpoint = None if resumed_from is None else Saved(
             start, resumed_from.uri, _nbytes(resumed_from.files), storage.modified(storage.join(resumed_from.uri, TOKEN)))
         self._grace, self._begun = grace_s, False
         self._totals: Row = {}
@@ -67,7 +67,7 @@ class LastStep:
         entries = learners.call("save", recorder.checkpoint_uri(self.finished), timeout_s=timeout_s)[0]
         self._commit(recorder, entries)
 
-    def _commit(self, recorder: Recorder, entries: Sequence[FileEntry]) -> None:
+    def _commit(self, recorder: Recorder, entries: list[FileEntry]) -> None:
         recorder.commit(self.finished, entries, self._totals)
         self.saved = self.finished
         self.checkpoint = Saved(self.saved, recorder.checkpoint_uri(self.saved), _nbytes(entries), time.time())

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import ray
@@ -113,7 +113,7 @@ class LearnerMethods(Shown):
 class LearnerActor(LearnerMethods):
     """One rank. It computes nothing before `setup` has joined it to its group."""
 
-    parts = "learner"
+    parts: Literal["all", "learner"] = "learner"
 
     def __init__(self, config_tree: dict, on_gpu: bool, run_id: str, nice: int = 0) -> None:
         self._config, self._run_id = from_tree(config_tree), run_id
@@ -164,7 +164,7 @@ class LearnerGroup:
         self.world_size, self._timeout = pool.replicas, pool.timeout_s
         self.group = place_learners(config)
         tree = config.model_dump(mode="json")
-        remote = ray.remote(actor_class)
+        remote: Any = ray.remote(actor_class)
         options = [actor_options(pool, names.new("learner", rank), self.group, rank, namespace=names.namespace,
                                  cpu_threads=config.model.cpu_threads)
                    for rank in range(self.world_size)]

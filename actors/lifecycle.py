@@ -329,8 +329,9 @@ def _free_now() -> str:
 
 def _start_error(pool: str, member: Member, error: RayError) -> FlowGrpoError:
     """What a user has to know where an actor could not start, or take new weights: our own errors without the traceback."""
-    if isinstance(getattr(error, "cause", None), FlowGrpoError):
-        text = message_of(error.cause)
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, FlowGrpoError):
+        text = message_of(cause)
     else:
         text = str(error)
         # Of errors that are raised from one another the last one is what the code that knows most has to say.

@@ -37,7 +37,7 @@ class Shown:
         """Say what is done from now on, for example "samples at version 3"."""
         self._doing = doing
         if _in_actor():
-            ray._raylet.setproctitle(f"ray::{self!r}")
+            ray._raylet.setproctitle(f"ray::{self!r}")  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         name = ray.get_runtime_context().get_actor_name() if _in_actor() else None

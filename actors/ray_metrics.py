@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.util.metrics import Counter, Gauge
 
 from flowgrpo_ray.exporter import Labels
@@ -25,7 +27,7 @@ class RayMetrics:
         else:
             counter._record(0.0, tags=dict(labels))  # `inc` takes no 0, which makes the series known
 
-    def _of(self, metric: Metric, labels: Labels) -> Gauge | Counter:
+    def _of(self, metric: Metric, labels: Labels) -> Any:  # a Gauge or a Counter, as the metric says
         found = self._metrics.get(metric.name)
         if found is None:
             kind = Gauge if metric.kind == "gauge" else Counter

@@ -133,5 +133,5 @@ def evaluate(
     waiting.set_limits(config)
     inputs = check(config)
     with connected(config, address), Evaluator(config, inputs, observer, arrays) as evaluator:
-        row = evaluator.run()
+        row = evaluator.result()
     return row, evaluator.results.grid_png

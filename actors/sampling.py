@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import ray
@@ -33,7 +33,7 @@ class Sampling:
         self._timeout, self._offload = config.pools.rollout.timeout_s, config.model.offload_encoders
         self._pool, self._cfg = pool, family in CFG_FAMILIES
         self.negatives: dict[str, ray.ObjectRef] = {}  # conditionings, by text
-        self.seconds: Counter[str] = Counter()  # busy seconds: encode, sample
+        self.seconds: dict[str, float] = defaultdict(float)  # busy seconds: encode, sample
         self.calls: Counter[str] = Counter()
         self.peak_memory = 0  # largest accelerator bytes of a call
 

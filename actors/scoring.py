@@ -5,7 +5,7 @@ configuration), and counted."""
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +85,7 @@ class Scoring:
     def __init__(self, config: Config, pools: dict[str, ActorPool]) -> None:
         self._config, self._pools = config, pools
         self.counts: Counter[str] = Counter()  # retries and failures, by reward: "failures/ocr"
-        self.seconds: Counter[str] = Counter()  # busy seconds by reward
+        self.seconds: dict[str, float] = defaultdict(float)  # busy seconds by reward
         self.calls: Counter[str] = Counter()
         self.images: Counter[str] = Counter()  # images scored, by reward
         self._asked: Counter[str] = Counter()  # images and failures by reward since the last `check_budget`
@@ -165,7 +165,7 @@ class Scoring:
     def _check_budget(self, reward: str, images: float) -> None:
         allowed, failed = self._config.rewards[reward].max_failure_rate, self._failures[reward]
         if failed > allowed * images:
-            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {counted(images, 'image')}, more than "
+            raise FlowGrpoError(f"reward {reward} has no score for {failed} of {counted(int(images), 'image')}, more than "
                                 f"rewards.{reward}.max_failure_rate = {allowed:g} allows; the log says why")
 
     def _send(self, batch: _Batch) -> None:

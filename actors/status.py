@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +34,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.phase, self.waiting_for = "starting", ""
-        self.waiting_s: Counter[str] = Counter()
+        self.waiting_s: dict[str, float] = defaultdict(float)
         self.started = time.time()
         self.images_per_s: float | None = None
         self._steps: deque[float] = deque(maxlen=100)  # seconds of the last steps
@@ -107,8 +107,8 @@ def run_status(controller: Controller) -> RunStatus:
     if phase == "sampling" and board is not None and board.all_sampled:
         phase = "learning"
     pools = {pool.name: pool.status() for pool in controller.pools}
-    if controller.learners is not None:
-        pools["learner"] = controller.learners.status()
+    if controller.group is not None:
+        pools["learner"] = controller.group.status()
     if controller.commands.stopping or controller.commands.ending:
         phase = "stopping"
     saved = last.checkpoint
@@ -117,5 +117,6 @@ def run_status(controller: Controller) -> RunStatus:
         phase=phase, step=last.finished, steps=steps, version=controller.version,
         images_per_s=activity.images_per_s, seconds_left=activity.seconds_left(steps - last.finished),
         waiting_for=activity.waiting_for, waiting_s=dict(activity.waiting_s), queue=board.queue() if board else {},
-        checkpoint_step=saved and saved.step, checkpoint_time=saved and saved.time, checkpoint_bytes=saved and saved.nbytes,
+        checkpoint_step=saved.step if saved else None, checkpoint_time=saved.time if saved else None,
+        checkpoint_bytes=saved.nbytes if saved else None,
         object_store_bytes=board.held_bytes if board else 0, pools=pools, time=time.time(), started=activity.started)

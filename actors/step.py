@@ -60,7 +60,8 @@ class StepBoard:
 
     def conditionings(self, shard: ShardPlan) -> list[ray.ObjectRef]:
         """Conditioning of each of the shard's groups, in order."""
-        return [self._groups[group].conditioning for group in shard.groups]
+        refs = [self._groups[group].conditioning for group in shard.groups]
+        return [ref for ref in refs if ref is not None]  # all are there when a shard is sampled
 
     def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
         self._trajectories[shard] = trajectory

@@ -123,7 +123,7 @@ class Watched(Controller):
         self._sampled = self._scored = 0.0
         row = super().train_step(plan)
         self.tails.append(self._scored - self._sampled)
-        self.calls.append(self.scoring.seconds.total())
+        self.calls.append(sum(self.scoring.seconds.values()))
         return row
 
     def _feed(self, board: StepBoard, updates: list[Row]) -> bool:

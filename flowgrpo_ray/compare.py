@@ -54,8 +54,8 @@ def _labels(a: RunData, b: RunData) -> tuple[str, str]:
 def changes(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     """(key, value of a, value of b) of everything that differs in the configurations; a section that one of them lacks is
     one entry."""
-    return [(path, *(storage.redact(_shown(value)) for value in values))
-            for path, *values in _differing(a.config, b.config) if path not in _NOT_COMPARED]
+    return [(path, storage.redact(_shown(one)), storage.redact(_shown(other)))
+            for path, one, other in _differing(a.config, b.config) if path not in _NOT_COMPARED]
 
 
 def _differing(a: Any, b: Any, path: str = "") -> list[tuple[str, Any, Any]]:
@@ -81,9 +81,8 @@ def scores(a: RunData, b: RunData, rewards: Sequence[str]) -> list[Score]:
         values.append({key.removeprefix(prefix): (row[key], int(row["step"])) for row in run.rows for key in row
                        if key.startswith(prefix)})
     names = dict.fromkeys([name for name in rewards if any(name in of for of in values)] + [*values[0], *values[1]])
-    nothing = (None, 0)
-    return [Score(name, *(values[0].get(name, nothing)[:1] + values[1].get(name, nothing)[:1]),
-                  values[0].get(name, nothing)[1], values[1].get(name, nothing)[1]) for name in names]
+    both = [(name, values[0].get(name, (None, 0)), values[1].get(name, (None, 0))) for name in names]
+    return [Score(name, one, other, one_step, other_step) for name, (one, one_step), (other, other_step) in both]
 
 
 def chart_of(runs: Sequence[RunData], names: Sequence[str], reward: str, axis: str) -> charts.Chart | None:

@@ -337,7 +337,7 @@ def _drop_reward(tree: dict[str, Any], name: str) -> None:
         pools["reward"].pop(name, None)
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: Mapping[str, Any]) -> str:
     loc = [str(part) for part in problem["loc"]]
     if problem["type"] != "extra_forbidden" and (loc[-1:] == ["constrained-float"] or loc[-1:] == ["literal['auto']"]):
         loc.pop()  # which member of `number or word` it was measured against; not a key
@@ -377,7 +377,7 @@ def to_yaml(config: Config, *, documented: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _document(section: BaseModel, depth: int, lines: list[str]) -> None:
+def _document(section: Section, depth: int, lines: list[str]) -> None:
     pad = "  " * depth
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -386,10 +386,10 @@ def _document(section: BaseModel, depth: int, lines: list[str]) -> None:
         mark = value.mark if isinstance(value, Section) else mark_of(type(section), name)
         shown = ([mark] if mark != section.mark else []) + [INPUT] * (INPUT in marks_of(type(section), name))
         lines.append(f"{pad}# {field.description}" + (f" [{', '.join(shown)}]" if shown else ""))
-        if isinstance(value, BaseModel):
+        if isinstance(value, Section):
             lines.append(f"{pad}{name}:")
             _document(value, depth + 1, lines)
-        elif isinstance(value, dict) and value and all(isinstance(v, BaseModel) for v in value.values()):
+        elif isinstance(value, dict) and value and all(isinstance(v, Section) for v in value.values()):
             lines.append(f"{pad}{name}:")
             for key, child in value.items():
                 lines.append(f"{pad}  {key}:")

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
@@ -58,7 +58,7 @@ class PrometheusServer:
     def add(self, metric: Metric, labels: Labels, amount: float) -> None:
         self._series(metric, labels).inc(amount)
 
-    def _series(self, metric: Metric, labels: Labels) -> Gauge | Counter:
+    def _series(self, metric: Metric, labels: Labels) -> Any:  # a Gauge or a Counter, as the metric says
         found = self._metrics.get(metric.name)
         if found is None:
             kind = Gauge if metric.kind == "gauge" else Counter

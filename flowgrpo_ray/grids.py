@@ -102,6 +102,6 @@ def ranked(images: Sequence[GridImage], config: Mapping[str, Any]) -> list[tuple
     columns = {name: np.array([item.scores[name] for item in scored]) for name in weights}
     if combine_of(config) == "gdpo" and len(weights) > 1:
         columns = {name: (values - values.mean()) / (values.std() + 1e-4) for name, values in columns.items()}
-    totals = sum(weights[name] * values for name, values in columns.items())
+    totals = np.sum([weights[name] * values for name, values in columns.items()], axis=0)
     order = sorted(range(len(scored)), key=lambda i: (-totals[i], i))
     return [(float(totals[i]), scored[i]) for i in order]

@@ -286,7 +286,7 @@ class MetricsWriter:
         """Write what is pending; a checkpoint calls this before its token."""
         if self._pending:
             self._before_write()
-            self._parts.write(self._pending[0]["step"], self._pending[-1]["step"], encode_rows(self._pending))
+            self._parts.write(int(self._pending[0]["step"]), int(self._pending[-1]["step"]), encode_rows(self._pending))
             self._pending = []
 
     def truncate(self, after_step: int) -> None:
@@ -294,11 +294,11 @@ class MetricsWriter:
 
         def cut(data: bytes, uri: str) -> tuple[int, bytes]:
             rows = [row for row in decode_rows(data, storage.display(uri)) if row["step"] <= after_step]
-            return rows[-1]["step"], encode_rows(rows)
+            return int(rows[-1]["step"]), encode_rows(rows)
 
         self._parts.truncate(after_step, cut)
         self._pending = [row for row in self._pending if row["step"] <= after_step]
-        self._last = max(self._parts.last_step(), *(row["step"] for row in self._pending), -1)
+        self._last = max(self._parts.last_step(), *(int(row["step"]) for row in self._pending), -1)
 
 
 def read_metrics(run_dir: str) -> list[Row]:

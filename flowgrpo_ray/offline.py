@@ -239,7 +239,7 @@ def sample(
     out.mkdir(parents=True, exist_ok=True)
     shards = plan_evaluation(config, records)
     cfg = policy.uses_cfg(evaluation_guidance(config))
-    negatives = {evaluation_negative(config, shard) for shard in shards} if cfg else set()
+    negatives = {str(evaluation_negative(config, shard)) for shard in shards} if cfg else set()
     texts = list(dict.fromkeys([*sorted(negatives), *(records[p].prompt for shard in shards for p in shard.prompts)]))
     encoded = dict(zip(texts, sampler.encode_all([PromptRecord(prompt=text) for text in texts]), strict=True))
     digits, made = len(str(max(len(records) - 1, 99))), []
@@ -247,7 +247,7 @@ def sample(
         request = evaluation_request(config, records, shard, run_id="sample", slot="policy", version=0)
         if sde:
             request = replace(request, window=(0, request.num_steps - 1))
-        negative = encoded[evaluation_negative(config, shard)] if cfg else None
+        negative = encoded[str(evaluation_negative(config, shard))] if cfg else None
         latents, _ = sampler.denoise(request, "", negative,
                                      *(encoded[records[p].prompt] for p in shard.prompts))
         images = sampler.decode(latents, shard.height, shard.width)

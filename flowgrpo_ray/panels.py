@@ -62,13 +62,13 @@ def panels(rows: Sequence[Row], rewards: Sequence[str] = ()) -> list[Panel]:
     for name, lines in evaluated.items():
         out.append(Panel(
             "Learning", f"Evaluation: {name}", "Mean score of ODE samples at fixed seeds.", tuple(lines)))
-    one = [
+    one: list[tuple[str, str, str, str, dict[str, Any]]] = [
         ("Learning", "Groups without spread", "Share of groups whose scores are all equal: they teach nothing.",
          "zero_std_group_fraction", {"limits": (-0.02, 1.02)}),
         ("Update", "KL to the reference", "Distance from the model without the adapter, before β.", "kl", {}),
         ("Update", "Approximate KL", "½·mean((Δ log p)²) between sampling and learning.", "approx_kl", {}),
     ]
-    tail = [
+    tail: list[tuple[str, str, str, str, dict[str, Any]]] = [
         ("Update", "Gradient norm", "Before clipping.", "grad_norm", {"log": True}),
         ("Update", "Gradient RMS over AdamW's eps", "Near 1, eps and not the gradient sets the step.",
          "grad_rms_over_adam_eps", {"log": True}),

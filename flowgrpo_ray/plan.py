@@ -165,7 +165,7 @@ def padding_note(config: Config, enough: float = 0.9) -> str | None:
     smaller = [n for n in better if n < now]
     best = max((n for n in smaller if better[n] >= enough), default=None)
     if best is None:
-        best = max(smaller or better, key=better.get, default=None)
+        best = max(smaller or better, key=better.__getitem__, default=None)
     if best is not None:
         section = "sampling" if own is None else "train"
         advice = f"{section}.{key}={best} makes it {better[best]:.0%}"
@@ -274,7 +274,7 @@ def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[Eva
     for prompt, record in enumerate(records[: e.num_prompts]):
         kind = (record.height or config.sampling.height, record.width or config.sampling.width, record.negative_prompt)
         kinds.setdefault(kind, []).append(prompt)
-    shards = []
+    shards: list[EvalShard] = []
     for (height, width, negative), prompts in kinds.items():
         items = [(prompt, image) for image in range(e.images_per_prompt) for prompt in prompts]
         for start in range(0, len(items), m):

@@ -141,7 +141,8 @@ def scope_of(name: str, reward: RewardConfig) -> str:
 
 def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
     """What of a reward's options, right in themselves, does not go with the rest of the configuration."""
-    cls, problems = known_class(name, reward), []
+    cls = known_class(name, reward)
+    problems: list[str] = []
     if cls is None:
         return problems
     if problem := video_problem(cls, "training samples"):

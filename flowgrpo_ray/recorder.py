@@ -109,12 +109,12 @@ class Recorder:
         if logging.tensorboard:
             resumed = self.start_step if self.resume_from else None
             self.trackers.start("TensorBoard", lambda: TensorBoardLogger(self.run_dir, resumed))
-        if logging.wandb_project:
+        if project := logging.wandb_project:
             self._wandb_run_id = run_id = self._wandb_run_id or uuid.uuid4().hex[:8]
             local = None if os.environ.get("WANDB_DIR") else storage.local_path(self.run_dir)
             tree = self.config.model_dump(mode="json")
             self.trackers.start("W&B", lambda: WandbLogger(
-                logging.wandb_project, run.name, tree, run_id, directory=local and str(local)))
+                project, run.name, tree, run_id, directory=str(local) if local is not None else None))
 
     def _opened_by(self) -> str | None:
         """Claim of the last driver that has opened the run."""

@@ -74,7 +74,8 @@ def _sets(folder: str) -> list[str]:
 
 def _files(folder: str) -> dict[str, str]:
     """Split to file; metadata, if there are any, are taken rather than bare prompts."""
-    names, out = storage.list_dir(folder), {}
+    names = storage.list_dir(folder)
+    out: dict[str, str] = {}
     for split in SPLITS:
         for name in (f"{split}_metadata.jsonl", f"{split}.txt"):
             if name in names:

@@ -213,7 +213,7 @@ def read_grid(png: bytes) -> list[GridImage]:
     return out
 
 
-def _caption(item: GridImage, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _caption(item: GridImage, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
     """The prompt in one line, then the scores in as many as they take, up to three."""
     lines = [_fit(item.prompt, font, width)] if item.prompt or item.scores else []
     for text in (f"{name} {value:.3g}" for name, value in item.scores.items()):
@@ -224,7 +224,7 @@ def _caption(item: GridImage, font: ImageFont.FreeTypeFont, width: int) -> list[
     return lines
 
 
-def _fit(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     text = " ".join(text[:500].split())
     if font.getlength(text) <= width:
         return text

@@ -32,7 +32,7 @@ class Section(BaseModel):
     @classmethod
     def _number_is_no_bool(cls, value: Any, info: ValidationInfo) -> Any:
         """YAML's `true` would pass as the number 1."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError(f"is {str(value).lower()}, which is no number, word or section")
         return value
 

@@ -65,9 +65,8 @@ def _walk(section: type[Section], tree: Mapping[str, Any], prefix: str) -> Itera
 
 def _reward(name: str, tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Setting]]:
     yield from _walk(RewardConfig, {key: value for key, value in tree.items() if key != "options"} | {"options": {}}, prefix)
-    options, known = tree.get("options") or {}, {}
-    if options:
-        known = options_of(tree.get("python") or tree.get("type") or name)
+    options = tree.get("options") or {}
+    known = options_of(tree.get("python") or tree.get("type") or name) if options else {}
     for key, value in options.items():
         option = known.get(key)
         mark = INFRASTRUCTURE if option is not None and option.infrastructure else RESULT

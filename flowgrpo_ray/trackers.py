@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -243,7 +243,7 @@ class WandbLogger:
 
     def __init__(
         self, project: str, name: str, config: Mapping[str, Any], run_id: str,
-        mode: str | None = None, directory: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None, directory: str | None = None,
     ):
         import wandb
 

@@ -87,7 +87,8 @@ class _Reader:
 
     def __init__(self, out: Say, err: Say) -> None:
         self._say = {_MARKS["stdout"]: out, _MARKS["stderr"]: err}
-        self._begun, self.lines, self.rest = "", 0, []
+        self._begun, self.lines = "", 0
+        self.rest: list[str] = []
 
     def take(self, text: str) -> None:
         *lines, self._begun = (self._begun + text).split("\n")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowgrpo_ray import hub, waiting
 from flowgrpo_ray.config import Config
@@ -69,7 +69,8 @@ def fetch(config: Config, only: str = "all") -> list[str]:
         ConfigError: a model is missing, gated (with its licence's address), or cannot be reached.
         DeadlineError: `run.hub_timeout_s` is over; what was downloaded is kept.
     """
-    lines, wanted = [], {}
+    lines: list[str] = []
+    wanted: dict[Any, Wanted] = {}
     for item in [*(_of_model(config) if only != "rewards" else []), *(_of_rewards(config) if only != "model" else [])]:
         if isinstance(item, str):
             lines.append(item)

@@ -129,7 +129,7 @@ def living() -> list[Run]:
     """The runs of the connected cluster whose control actor answers, by start."""
     import ray
 
-    asked = {}
+    asked: dict[ray.ObjectRef, Any] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == CONTROL_NAMESPACE and actor["name"].startswith(CONTROL_PREFIX):
             try:

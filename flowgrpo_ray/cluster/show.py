@@ -43,7 +43,7 @@ def _checkpoint(status: RunStatus) -> str:
 
 
 def _pools(status: RunStatus) -> list[str]:
-    rows = [("pool", "target", "ready", "starting", "draining", "busy", "queued", "deaths", "nodes")]
+    rows: list[tuple[str, ...]] = [("pool", "target", "ready", "starting", "draining", "busy", "queued", "deaths", "nodes")]
     rows += [(name, *_pool(pool)) for name, pool in status.pools.items()]
     return table(rows)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,13 +38,16 @@ class Learner:
         run_id: trajectories of another run are refused.
     """
 
+    plan: StepPlan  # of the step that has begun
+
     def __init__(self, policy: Policy, config: Config, *, run_id: str, rank: int = 0, world_size: int = 1) -> None:
         self.policy, self.config, self.run_id = policy, config, run_id
         self.rank, self.world_size = rank, world_size
         t = config.train
         if t.activation_checkpointing:
             for module in policy.modules.values():
-                module.enable_gradient_checkpointing()
+                transformer: Any = module  # of diffusers
+                transformer.enable_gradient_checkpointing()
         self.sharding = parallel.choose_sharding(
             t.sharding, policy, world_size, colocated=config.pools.placement == "colocated")
         parallel.shard(policy, self.sharding, t.shard_size, world_size, config.collective_timeout_s)
@@ -60,7 +64,6 @@ class Learner:
         self._exported: Arrays | None = None
         self._exported_ema: Arrays | None = None
         self._exported_digest = ""
-        self.plan: StepPlan | None = None
         self.finished: tuple[int, dict[str, Arrays], dict] | None = None  # steps done, and `state` after them
 
     # One training step ------------------------------------------------------------------------------------------------
@@ -178,7 +181,8 @@ class Learner:
     def _batch(self, work: RankShard, negative: Arrays | None, parts: tuple[Arrays | Trajectory, ...]) -> _Batch:
         expected = (self.run_id, "policy", self.plan.version)
         groups, window = work.shard.groups, self.plan.groups[work.shard.group].window
-        conditionings, trajectories = parts[: len(groups)], parts[len(groups) :]
+        conditionings = cast(tuple[Arrays, ...], parts[: len(groups)])
+        trajectories = cast(tuple[Trajectory, ...], parts[len(groups) :])
         for part in trajectories:
             r = part.request
             if (r.run_id, r.slot, r.version) != expected:
@@ -226,7 +230,7 @@ class Learner:
     def _step(self, params: list[torch.nn.Parameter], count: float) -> float:
         """Divide the summed gradients, clip, and step where they are finite. Returns the norm before clipping."""
         for p in params:
-            p.grad.div_(self.loss_scale.value).div_(count)
+            parallel.gradient(p).div_(self.loss_scale.value).div_(count)
         norm = float(parallel.whole(torch.nn.utils.clip_grad_norm_(params, self.config.train.max_grad_norm)))
         self.loss_scale.update(math.isfinite(norm))
         if math.isfinite(norm):

@@ -133,6 +133,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's gradient, which has been made."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def assign(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a full tensor into a possibly sharded one, in place."""
     value = value.to(target.device, target.dtype)
@@ -154,13 +160,13 @@ def sum_gradients(parameters: list[nn.Parameter], world_size: int) -> None:
         return
     if isinstance(parameters[0], DTensor):
         for p in parameters:
-            p.grad.mul_(world_size)
+            gradient(p).mul_(world_size)
         return
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    flat = torch.cat([gradient(p).reshape(-1) for p in parameters])
     dist.all_reduce(flat)
     offset = 0
     for p in parameters:
-        p.grad.copy_(flat[offset : offset + p.numel()].view_as(p))
+        gradient(p).copy_(flat[offset : offset + p.numel()].view_as(p))
         offset += p.numel()
 
 

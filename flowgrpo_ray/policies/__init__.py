@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.source import ModelSource, check_model, component_config, find
@@ -55,8 +55,8 @@ def check_adapter(source: ModelSource, model: ModelConfig, section: LoraSection)
             transformer = getattr(diffusers, name).from_config(config)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r}: its transformer ({name}) cannot be built: {error}") from error
-    layout = SimpleNamespace(modules={"transformer": transformer}, blocks=cls.blocks, default_rank=cls.default_rank,
-                             default_targets=cls.default_targets)
+    layout: Any = SimpleNamespace(modules={"transformer": transformer}, blocks=cls.blocks, default_rank=cls.default_rank,
+                                  default_targets=cls.default_targets)
     lora.attach(layout, section, seed=0)
 
 

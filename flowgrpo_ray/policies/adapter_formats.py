@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -77,9 +78,9 @@ def encode(
         return tensors_to_bytes(_kohya(arrays, settings, family))
     layers = _layers(arrays)
     if format == "comfyui":
-        alphas = {f"{layer}.alpha": np.float32(settings.alpha) for layer in layers}
+        alphas = {f"{layer}.alpha": np.array(settings.alpha, np.float32) for layer in layers}
         return tensors_to_bytes({**arrays, **alphas})
-    metadata = {}
+    metadata: dict[str, Any] = {}
     for name in sorted({layer.partition(".")[0] for layer in layers}):
         paths = [layer.partition(".")[2] for layer in layers if layer.startswith(f"{name}.")]
         metadata |= {f"{name}.r": settings.rank, f"{name}.lora_alpha": settings.alpha,
@@ -99,14 +100,15 @@ def _kohya(arrays: Arrays, settings: LoraSettings, family: str) -> Arrays:
     A layer that consists of n of ours gets rank n r and alpha n alpha (the same scale): their A one
     below the other, their B along the diagonal; those without an adapter are zeros.
     """
-    out, done = {}, set()
+    out: dict[str, np.ndarray] = {}
+    done: set[str] = set()
     for layer in _layers(arrays):
         if layer in done:
             continue
         match = _LAYER.fullmatch(layer)
         kind, names = _ORIGINAL.get((family, match["kind"]), (None, {})) if match else (None, {})
-        found = [(name, parts) for name, parts in names.items() if match["path"] in parts]
-        if not found:
+        found = [(name, parts) for name, parts in names.items() if match and match["path"] in parts]
+        if match is None or not found:
             raise ConfigError(f"--format kohya has no name for the layer {layer} of this adapter; "
                               "use --format diffusers or comfyui")
         (name, parts), block = found[0], f"transformer.{match['kind']}.{match['block']}"
@@ -114,7 +116,7 @@ def _kohya(arrays: Arrays, settings: LoraSettings, family: str) -> Arrays:
         done |= {f"{block}.{part}" for part in parts}
         key = f"lora_unet_{kind}_{match['block']}_{name}"
         out |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up,
-                f"{key}.alpha": np.float32(settings.alpha * len(parts))}
+                f"{key}.alpha": np.array(settings.alpha * len(parts), np.float32)}
     return out
 
 

@@ -62,7 +62,7 @@ class Policy(ABC):
     """
 
     family: ClassVar[str]
-    pipeline_class: ClassVar[type]
+    pipeline_class: ClassVar[Any]  # of diffusers
     blocks: ClassVar[tuple[str, ...]]  # class names of the repeated blocks: what FSDP wraps, and where LoRA may go
     default_rank: ClassVar[int]
     default_targets: ClassVar[tuple[str, ...]]

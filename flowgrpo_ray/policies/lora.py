@@ -251,7 +251,7 @@ def _settings_of(arrays: Mapping[str, np.ndarray], metadata: dict[str, Any], fil
     rank, alpha = scales.pop()
     layers: dict[str, set[str]] = defaultdict(set)
     for key, array in arrays.items():
-        match = _KEY.fullmatch(key)
+        match = _parsed(key)
         layers[match["layer"]].add(match["side"])
         if array.ndim != 2 or array.shape[0 if match["side"] == "A" else 1] != rank:
             raise ConfigError(f"adapter {file}: {key} is {array.shape}, which is not of rank {rank}")
@@ -299,7 +299,7 @@ def _layers_of_targets(policy: Policy, targets: Sequence[str]) -> dict[str, list
 def _layers_of_adapter(policy: Policy, arrays: Mapping[str, np.ndarray], origin: str) -> dict[str, list[str]]:
     wanted: dict[str, set[str]] = defaultdict(set)
     for key in arrays:
-        match = _KEY.fullmatch(key)
+        match = _parsed(key)
         wanted[match["module"]].add(match["layer"])
     for name, layers in wanted.items():
         if name not in policy.modules:
@@ -329,6 +329,13 @@ def _check_shapes(live: Mapping[str, nn.Parameter], arrays: Mapping[str, np.ndar
                               f"and the model needs {tuple(param.shape)}")
 
 
+def _parsed(key: str) -> re.Match[str]:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"{key!r} is not the name of a LoRA weight")
+    return match
+
+
 def _inject(policy: Policy, settings: LoraSettings, layers: dict[str, list[str]]) -> None:
     from peft import LoraConfig
 
@@ -338,7 +345,8 @@ def _inject(policy: Policy, settings: LoraSettings, layers: dict[str, list[str]]
         config = LoraConfig(r=settings.rank, lora_alpha=_plain(settings.alpha), target_modules=layers[name],
                             lora_dropout=0.0, bias="none", init_lora_weights=False)
         with torch.random.fork_rng(devices=[]):  # constructing the layers would advance the global generator
-            module.add_adapter(config, adapter_name=ADAPTER)
+            transformer: Any = module  # with peft's mixin of diffusers
+            transformer.add_adapter(config, adapter_name=ADAPTER)
         module.eval()
 
 

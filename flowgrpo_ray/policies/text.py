@@ -52,7 +52,8 @@ class Seen:
     @property
     def end(self) -> int | None:
         """Characters that at least one encoder reads, None for all of them: the model as a whole sees these."""
-        return None if None in self.ends else max(self.ends, default=0)
+        known = [end for end in self.ends if end is not None]
+        return max(known, default=0) if len(known) == len(self.ends) else None
 
 
 class PromptReader:

@@ -26,7 +26,7 @@ class Aesthetic(ClipReward):
     """
 
     name: ClassVar[str] = "aesthetic"
-    range: ClassVar[tuple[float, float]] = (-float("inf"), float("inf"))  # an affine map: nothing keeps it in 1 to 10
+    range: tuple[float, float] = (-float("inf"), float("inf"))  # an affine map: nothing keeps it in 1 to 10
     licence: ClassVar[str] = "Apache-2.0 (predictor), MIT (OpenAI CLIP)"
     description: ClassVar[str] = "Mean rating that people would give the image (LAION predictor on CLIP), about 1 to 10"
     options: ClassVar[dict[str, Option]] = model_options(VIT_L, None) | {
@@ -62,7 +62,8 @@ class Aesthetic(ClipReward):
 
 def _affine(weights: dict[str, Any], width: int, source: str) -> tuple[np.ndarray, float]:
     """(weight float64 [width], bias) of the whole stack; RewardError where its layers are not the published ones."""
-    shapes, size = {}, width
+    shapes: dict[str, tuple[int, ...]] = {}
+    size = width
     for layer, out in _LAYERS.items():
         shapes |= {f"layers.{layer}.weight": (out, size), f"layers.{layer}.bias": (out,)}
         size = out

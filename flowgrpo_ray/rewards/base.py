@@ -186,7 +186,7 @@ class Reward(ABC):
     """
 
     name: ClassVar[str]
-    range: ClassVar[tuple[float, float]]
+    range: tuple[float, float]
     scope: ClassVar[Literal["sample", "group"]] = "sample"
     video: ClassVar[bool] = False
     device: ClassVar[Literal["cpu", "any"]] = "cpu"

@@ -87,7 +87,7 @@ class Clip:
                            f"{batch_size}; images are embedded one by one",)
             self.per_pass = 1
 
-    def images(self, images: Sequence[np.ndarray]) -> np.ndarray:
+    def images(self, images: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
         """Embeddings of length 1, float64 [n, width], of images uint8 [H, W, 3] in RGB."""
         out = [np.zeros((0, self.width))]
         for start in range(0, len(images), self.per_pass):
@@ -109,8 +109,8 @@ class Clip:
 
         with torch.inference_mode():
             # torch.tensor copies: memory of numpy's is not aligned as torch's is, and bits could depend on it.
-            pixels = torch.tensor(pixels).to(self.device, self.dtype)
-            pooled = self._model.vision_model(pixel_values=pixels).pooler_output
+            values = torch.tensor(pixels).to(self.device, self.dtype)
+            pooled = self._model.vision_model(pixel_values=values).pooler_output
             return self._model.visual_projection(pooled).float().cpu().numpy()
 
     def texts(self, prompts: Sequence[str]) -> np.ndarray:
@@ -120,6 +120,7 @@ class Clip:
     def _text(self, prompt: str) -> np.ndarray:
         import torch
 
+        assert self._tokens is not None  # of a reward that reads prompts
         with torch.inference_mode():
             # No attention mask: the tower is causal, so what pads the sequence after its end changes nothing before it.
             ids = torch.tensor([self._tokens(prompt)], device=self.device)

@@ -51,7 +51,7 @@ class PickScore(TextAlignment):
     card has the score without it."""
 
     name: ClassVar[str] = "pickscore"
-    range: ClassVar[tuple[float, float]] = (-LARGEST_LOGIT_SCALE / 26, LARGEST_LOGIT_SCALE / 26)
+    range: tuple[float, float] = (-LARGEST_LOGIT_SCALE / 26, LARGEST_LOGIT_SCALE / 26)
     licence: ClassVar[str] = "MIT (code, and the CLIP-H it starts from); the card of the weights names none"
     description: ClassVar[str] = "People's preference for an image of the prompt (PickScore v1): logit / 26"
     options: ClassVar[dict[str, Option]] = model_options("yuvalkirstain/PickScore_v1", VIT_H)
@@ -67,7 +67,7 @@ class ClipScore(TextAlignment):
     Flow-GRPO's clipscore, which is not the 2.5 · max(cosine, 0) of arXiv 2104.08718. Option `scale` is the 30."""
 
     name: ClassVar[str] = "clipscore"
-    range: ClassVar[tuple[float, float]] = (-LARGEST_LOGIT_SCALE / 30, LARGEST_LOGIT_SCALE / 30)
+    range: tuple[float, float] = (-LARGEST_LOGIT_SCALE / 30, LARGEST_LOGIT_SCALE / 30)
     licence: ClassVar[str] = "MIT (OpenAI CLIP)"
     description: ClassVar[str] = "Does the image show the prompt? CLIP's logit / 30"
     options: ClassVar[dict[str, Option]] = model_options(VIT_L, None) | {
@@ -89,7 +89,7 @@ class ImageSimilarity(ClipReward):
     or a data: URI; for prompt files with an `image` column that is the condition image. For editing tasks."""
 
     name: ClassVar[str] = "image_similarity"
-    range: ClassVar[tuple[float, float]] = (-1.0, 1.0)
+    range: tuple[float, float] = (-1.0, 1.0)
     needs: ClassVar[tuple[str, ...]] = ("image",)
     licence: ClassVar[str] = "MIT (OpenAI CLIP)"
     description: ClassVar[str] = "Cosine of the CLIP embeddings of the image and of its reference image"

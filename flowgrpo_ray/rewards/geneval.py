@@ -65,15 +65,16 @@ class GenEval(Reward):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         s = self.settings
-        self._client = None
+        self._client: RewardClient | None = None
         if s["url"] is not None:
             self._client = RewardClient(self.name, s | {"batch_size": s["batch_size"] or PER_REQUEST})
             served = self._client.health
             if served["scope"] != "sample":
                 raise RewardError(f"reward geneval: {s['url']} serves {served['name']}, which scores whole groups")
             if s["score"] in (None, served["name"]):  # of its other scores a server declares no range
-                check_served(self.name, self._client, self._foreign(served))
-                self.range = tuple(np.clip(self._client.range, *self.range).tolist())
+                check_served(self.name, self._client, self._foreign(served, self._client.range))
+                low, high = np.clip(self._client.range, *self.range).tolist()
+                self.range = low, high
             return
         if s["grading"] == "geneval":
             self.range = GENEVAL_RANGE
@@ -83,10 +84,10 @@ class GenEval(Reward):
         self._colours = ColourClassifier(s["clip"])
         self.notes += self._colours.notes
 
-    def _foreign(self, served: Mapping[str, Any]) -> str | None:
+    def _foreign(self, served: Mapping[str, Any], declared: tuple[float, float]) -> str | None:
         """Why a server is not one of geneval, or None. By another name it may be one, of any make: then its range lies inside
         geneval's, and if it says what metadata it needs it names those of a GenEval prompt."""
-        (low, high), (first, last) = self.range, self._client.range
+        (low, high), (first, last) = self.range, declared
         if served["name"] == self.name:
             return None if first < high and low < last else f"geneval's scores are in {low:g} to {high:g}"
         if not within((first, last), self.range):

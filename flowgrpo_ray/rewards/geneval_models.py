@@ -127,7 +127,7 @@ class TransformersDetector:
         the mask's pixels; of all those pairs as many as there are queries."""
         from torch.nn.functional import interpolate
 
-        out = []
+        out: list[list[Detection]] = []
         for logits, masks in zip(outputs.class_queries_logits.float(), outputs.masks_queries_logits.float(), strict=True):
             probabilities = logits.softmax(-1)[:, :-1]  # the last class is "no object"
             best, index = probabilities.flatten().topk(len(logits))

@@ -75,7 +75,7 @@ class HpsV2(TextAlignment):
     """
 
     name: ClassVar[str] = "hpsv2"
-    range: ClassVar[tuple[float, float]] = (-1.0, 1.0)
+    range: tuple[float, float] = (-1.0, 1.0)
     licence: ClassVar[str] = "Apache-2.0 (HPSv2)"
     description: ClassVar[str] = "People's preference for an image of the prompt (HPS v2.1): cosine"
     options: ClassVar[dict[str, Option]] = {

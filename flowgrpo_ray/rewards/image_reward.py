@@ -52,7 +52,8 @@ def preprocess(image: Any) -> np.ndarray:
     left, top = round((w - SIZE) / 2), round((h - SIZE) / 2)
     image = image.resize((w, h), Image.Resampling.BICUBIC).crop((left, top, left + SIZE, top + SIZE)).convert("RGB")
     pixels = np.asarray(image, np.float32) / np.float32(255)
-    return np.ascontiguousarray(((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).transpose(2, 0, 1))
+    normalised = (pixels - np.array(PIXEL_MEAN, np.float32)) / np.array(PIXEL_STD, np.float32)
+    return np.ascontiguousarray(normalised.transpose(2, 0, 1))
 
 
 class ImageReward(Reward):
@@ -66,7 +67,7 @@ class ImageReward(Reward):
     """
 
     name: ClassVar[str] = "image_reward"
-    range: ClassVar[tuple[float, float]] = (-float("inf"), float("inf"))
+    range: tuple[float, float] = (-float("inf"), float("inf"))
     device: ClassVar[Literal["cpu", "any"]] = "any"
     packages: ClassVar[tuple[str, ...]] = ("image-reward", "torch", "transformers", "pillow")
     needs: ClassVar[tuple[str, ...]] = ("prompt",)

@@ -28,7 +28,7 @@ ALIAS = "_flowgrpo_image_reward"  # so that the real package can be imported bes
 
 # Module -> names that the model's modules import from it. Of these only PatchEmbed, DropPath, trunc_normal_ and the five
 # of torchvision are ever called when a model is built.
-_WANTED = {
+_WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "torchvision": {"transforms": ("Compose", "Resize", "CenterCrop", "ToTensor", "Normalize")},
     "timm": {
         "models.hub": ("download_cached_file",),
@@ -42,7 +42,7 @@ _WANTED = {
 _TRANSFORMERS = ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer")
 
 
-def load(preprocess: Callable[[Any], Any]) -> tuple[ModuleType, ModuleType]:
+def load(preprocess: Callable[[Any], Any]) -> tuple[Any, Any]:
     """The package's modules `ImageReward` (class ImageReward) and `models.BLIP.blip_pretrain` (its parts).
 
     Args:

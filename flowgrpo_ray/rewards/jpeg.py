@@ -15,7 +15,7 @@ class JpegCompressibility(Reward):
     """-(size of the image as a JPEG of quality 95, in kB of 1000 bytes) / 500."""
 
     name: ClassVar[str] = "jpeg_compressibility"
-    range: ClassVar[tuple[float, float]] = (-float("inf"), 0.0)
+    range: tuple[float, float] = (-float("inf"), 0.0)
     packages: ClassVar[tuple[str, ...]] = ("pillow",)
     licence: ClassVar[str] = "no weights"
     batch_invariant: ClassVar[bool] = True
@@ -48,6 +48,6 @@ class JpegIncompressibility(JpegCompressibility):
     """(Size of the image as a JPEG of quality 95, in kB of 1000 bytes) / 500."""
 
     name: ClassVar[str] = "jpeg_incompressibility"
-    range: ClassVar[tuple[float, float]] = (0.0, float("inf"))
+    range: tuple[float, float] = (0.0, float("inf"))
     description: ClassVar[str] = "Size as a JPEG (quality 95): kB / 500; busy images score high"
     _sign: ClassVar[int] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -71,8 +71,8 @@ class OcrReward(Reward):
     """
 
     name: ClassVar[str] = "ocr"
-    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    device: ClassVar[str] = "any"
+    range: tuple[float, float] = (0.0, 1.0)
+    device: ClassVar[Literal["cpu", "any"]] = "any"
     packages: ClassVar[tuple[str, ...]] = ("paddleocr", "onnxruntime", "rapidocr", "rapidfuzz")
     licence: ClassVar[str] = "Apache-2.0 (PaddleOCR and its models)"
     needs: ClassVar[tuple[str, ...]] = ("prompt",)
@@ -150,7 +150,7 @@ class OcrReward(Reward):
                 **common,
             )
         return paddleocr.TextRecognition(
-            model_name=ocr_models.model_name(Path(recognition), engine),
+            model_name=ocr_models.model_name(Path(str(recognition)), engine),
             model_dir=str(recognition),
             input_shape=(3, 48, s["width"]) if s["width"] else None,
             **common,
@@ -235,7 +235,7 @@ class OcrReward(Reward):
             if problem := self._prompt_problem(prompt, self.settings, self._characters):
                 raise RewardError(f"prompt {prompt!r}: {problem}")
         texts = ["".join(text for text, _ in lines) for lines in self.read(images)]
-        scores = [text_score(text, target_text(prompt), rule) for text, prompt in zip(texts, prompts, strict=True)]
+        scores = [text_score(text, target_text(prompt) or "", rule) for text, prompt in zip(texts, prompts, strict=True)]
         return np.asarray(scores, np.float32).reshape(len(scores), 2)
 
     def read(self, images: np.ndarray) -> list[list[Line]]:

@@ -190,7 +190,7 @@ def _own(path: str) -> type[Reward]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever its code does when it is imported
         raise ConfigError(f"reward {path}: the module {module_name} cannot be imported: {described(error)}") from error
-    found = module
+    found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if found is None:

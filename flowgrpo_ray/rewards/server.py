@@ -112,7 +112,7 @@ class RewardServer:
         self._reward, self._max_batch, self._max_queue = reward, max_batch, max_queue
         self._scorer = Scorer()
         self._metrics = CollectorRegistry()
-        label = {"registry": self._metrics, "namespace": "flowgrpo", "subsystem": "reward_server"}
+        label: dict[str, Any] = {"registry": self._metrics, "namespace": "flowgrpo", "subsystem": "reward_server"}
         self._requests = Counter("requests", "Scoring requests, by HTTP status of the answer", ["status"], **label)
         self._images = Counter("images", "Images scored", **label)
         self._failures = Counter("failures", "Requests that the reward failed on", **label)
@@ -298,9 +298,15 @@ async def _until_signal(server: RewardServer, host: str, port: int, say: Callabl
     # A queued request whose client has gone is taken out of the queue.
     runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=GRACE_S, access_log=None)
     await runner.setup()
-    loop, ended = asyncio.get_running_loop(), asyncio.Future()
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def end(number: int) -> None:
+        if not ended.done():
+            ended.set_result(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda n=number: ended.done() or ended.set_result(n))
+        loop.add_signal_handler(number, end, number)
     try:
         site = web.TCPSite(runner, host, port)
         await site.start()
@@ -351,9 +357,9 @@ def _size(image: np.ndarray) -> str:
     return f"{image.shape[1]} x {image.shape[0]}"
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
+def _versions(packages: Sequence[str]) -> dict[str, str | None]:
     """Versions of what scores; null for a package that is not installed as a distribution."""
-    found = {"flowgrpo_ray": __version__, "python": sys.version.split()[0]}
+    found: dict[str, str | None] = {"flowgrpo_ray": __version__, "python": sys.version.split()[0]}
     for package in packages:
         try:
             found[package] = version(package)

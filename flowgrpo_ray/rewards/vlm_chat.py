@@ -119,8 +119,9 @@ def extract(reply: str, parser: str) -> Any:
 def _whole(reply: str, match: re.Match[str]) -> str:
     """What a pattern's group matched; where that is a part of a number such as 4.5 or 4,5, with the rest of it."""
     found = match[1] or ""
-    before = re.search(r"(?:\d[.,]?)*\Z", reply[: match.start(1)])[0] if found[:1].isdigit() else ""
-    after = re.match(r"(?:[.,]?\d)*", reply[match.end(1) :])[0] if found[-1:].isdigit() else ""
+    number = re.search(r"(?:\d[.,]?)*\Z", reply[: match.start(1)]) if found[:1].isdigit() else None
+    rest = re.match(r"(?:[.,]?\d)*", reply[match.end(1) :]) if found[-1:].isdigit() else None
+    before, after = number[0] if number else "", rest[0] if rest else ""
     return before + found + after
 
 

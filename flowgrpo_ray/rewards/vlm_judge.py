@@ -87,7 +87,7 @@ class VlmJudge(ChatReward):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.range = tuple(self._score(bound) for bound in self.bounds)
+        self.range = self._score(self.bounds[0]), self._score(self.bounds[1])
 
     @classmethod
     def conflicts(cls, settings: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -58,7 +59,7 @@ class VlmPreference(ChatReward):
     """
 
     name: ClassVar[str] = "vlm_preference"
-    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    range: tuple[float, float] = (0.0, 1.0)
     scope: ClassVar[Literal["sample", "group"]] = "group"
     description: ClassVar[str] = "Win rate within the group, pairs judged by a vision-language model"
     options: ClassVar[dict[str, Option]] = {
@@ -120,7 +121,7 @@ class VlmPreference(ChatReward):
         pairs = pairs_of(len(images), self.settings["max_pairs"])
         urls, text = [self.data_url(image) for image in images], self.settings["template"].replace("{prompt}", prompt)
         shown = [pair for a, b in pairs for pair in ((a, b), (b, a))]
-        points = self.in_parallel([lambda a=a, b=b: self._compare(a, b, urls, text) for a, b in shown])
+        points = self.in_parallel([partial(self._compare, a, b, urls, text) for a, b in shown])
         won, games = np.zeros(len(images)), np.zeros(len(images))
         for (a, b), point in zip(shown, points, strict=True):
             won[a] += point

@@ -114,7 +114,7 @@ class Kernel:
         Raises:
             IndexError: no such step. ValueError: shapes differ, or sigma does not fall at this step.
         """
-        table = [float(sigma) for sigma in np.float32(sigmas.tolist() if hasattr(sigmas, "tolist") else sigmas)]
+        table = [float(sigma) for sigma in np.asarray(sigmas.tolist() if hasattr(sigmas, "tolist") else sigmas, np.float32)]
         if not 0 <= index < len(table) - 1:
             raise IndexError(f"step {index} of a schedule of {counted(len(table) - 1, 'step')}")
         if x.shape != velocity.shape:

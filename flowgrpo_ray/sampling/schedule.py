@@ -53,7 +53,7 @@ def sigma_table(
     if isinstance(sigmas, str):
         if sigmas != "linear":
             raise ConfigError(f"sigmas {sigmas!r}; did you mean 'linear'?")
-        sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
+        sigmas = np.linspace(1.0, 1 / num_steps, num_steps).tolist()
     if sigmas is None:
         fresh.set_timesteps(num_steps, device="cpu", **options)
     else:

@@ -23,7 +23,7 @@ _PAPER, _INK, _FONT_SIZE = 245, 20, 20
 
 
 @lru_cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 

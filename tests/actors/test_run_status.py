@@ -38,7 +38,7 @@ def test_waits_are_counted_by_reason_and_phases_end(monkeypatch):
     assert activity.waiting_s == {"sync": 10.0} and activity.phase == "starting" and activity.waiting_for == ""
     now[0] += 50.0  # the driver is at work of its own
     activity.wait("step 2", "rollout")
-    assert activity.waiting_s.total() == 10.0
+    assert sum(activity.waiting_s.values()) == 10.0
     activity.recorded({"step": 2.0, "time_step": 30.0, "images_per_s": 3.0})
     now[0] += 10.0
     assert activity.seconds_left(2) == 50.0 and activity.images_per_s == 3.0
