@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from typer.main import get_command
 
+from flowgrpo_ray.cli import app
 from flowgrpo_ray.config import load
 from flowgrpo_ray.rewards import get, known_rewards, validated
 
@@ -23,10 +25,33 @@ def test_every_reward_has_a_line_in_the_table():
     assert named == set(known_rewards())
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("http") or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if not target.startswith("http"):
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page):
+    known = get_command(app).commands
+    blocks = re.findall(r"```(?:bash)?\n(.*?)```|((?:^    .+\n)+)", page.read_text(), re.S | re.M)
+    lines = [line for pair in blocks for block in pair for line in block.splitlines()]
+    lines += re.findall(r"`(flowgrpo-ray [^`]+)`", page.read_text())
+    for line in lines:
+        if found := re.match(r" *flowgrpo-ray ([a-z-]+)(.*)", line):
+            name, rest = found.groups()
+            assert name in known, line
+            options = {option for parameter in known[name].params for option in parameter.opts}
+            assert {"--help", *options} >= set(re.findall(r" (--[a-z-]+)", rest.split("|")[0])), line
 
 
 def test_the_reward_examples_are_configurations():
