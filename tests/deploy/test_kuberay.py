@@ -38,6 +38,14 @@ def test_overlays_with_components_keep_schemas_and_rules(overlay, components, sc
 
 
 @needs_kubectl
+def test_interactive_cluster_leaves_the_name_of_its_secrets_to_them(scratch) -> None:
+    """KubeRay keeps the token in a Secret that is named like the cluster."""
+    [cluster] = of_kind(rendered("gpu-8", (*ALL, "interactive"), scratch), "RayCluster")
+    secrets = set(re.findall(r"'secretRef': \{[^}]*'name': '([^']+)'", str(cluster)))
+    assert "flowgrpo" in secrets and cluster["metadata"]["name"] not in secrets
+
+
+@needs_kubectl
 def test_interactive_cluster_has_the_groups_of_the_job(scratch) -> None:
     job, cluster = rendered("gpu-8", ALL, scratch), rendered("gpu-8", (*ALL, "interactive"), scratch)
     assert of_kind(cluster, "RayCluster")[0]["spec"] == of_kind(job, "RayJob")[0]["spec"]["rayClusterSpec"]
