@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.process import set_title
 from flowgrpo_ray.errors import first_line
 from flowgrpo_ray.status import CONTROL_NAMESPACE, CONTROL_PREFIX
 
@@ -33,10 +34,14 @@ HUNG_S = 30.0  # without an answer to a status, and the actor is made again
 LONGEST_REST_S = 30.0  # between two attempts to make it
 LEAVING_S = 2.0  # that the end of a run waits for clients to hear of it
 _POLL_S = 0.1
+_TITLE_S = 0.1  # after a call
 
 
 class ControlActor:
-    """Holds the newest status of a run, and passes commands and replies on. All of it runs in one event loop."""
+    """Holds the newest status of a run, and passes commands and replies on. All of it runs in one event loop.
+
+    In Ray's dashboard its `repr` gives the run and its directory, and the title of its process the step.
+    """
 
     def __init__(self, status: Mapping[str, Any]) -> None:
         self._status, self._pushed = dict(status), time.monotonic()
@@ -49,6 +54,8 @@ class ControlActor:
     async def push(self, status: Mapping[str, Any]) -> None:
         """Take the driver's status."""
         self._status, self._pushed = dict(status), time.monotonic()
+        # a call that ends puts Ray's own title back
+        asyncio.get_running_loop().call_later(_TITLE_S, self._show)
 
     async def status(self) -> tuple[dict[str, Any], float]:
         """The newest status, and how many seconds ago the driver pushed it."""
@@ -89,6 +96,12 @@ class ControlActor:
             self._status, self._ended = dict(status), True
             self._changed.notify_all()
             await self._changed.wait_for(lambda: not self._waiting)
+
+    def _show(self) -> None:
+        set_title("{run} step {step}/{steps} {phase}".format_map(self._status))
+
+    def __repr__(self) -> str:
+        return "{run} in {run_dir}".format_map(self._status)
 
     async def _wait_for(self, what: Callable[[], bool]) -> None:
         self._waiting += 1

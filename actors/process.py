@@ -36,12 +36,17 @@ class Shown:
     def shows(self, doing: str) -> None:
         """Say what is done from now on, for example "samples at version 3"."""
         self._doing = doing
-        if _in_actor():
-            ray._raylet.setproctitle(f"ray::{self!r}")  # type: ignore[attr-defined]
+        set_title(repr(self))
 
     def __repr__(self) -> str:
         name = ray.get_runtime_context().get_actor_name() if _in_actor() else None
         return f"{name or type(self).__name__} {self._doing or self.role}".rstrip()
+
+
+def set_title(text: str) -> None:
+    """The title of this process, if it is an actor's (dashboard, `ps`, `top`)."""
+    if _in_actor():
+        ray._raylet.setproctitle(f"ray::{text}")  # type: ignore[attr-defined]
 
 
 def _in_actor() -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
+from ray.job_config import JobConfig
 
 from actors import head
 from actors.controller import Controller, Observer
@@ -19,7 +20,7 @@ from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
 from actors.ray_metrics import RayMetrics
-from flowgrpo_ray import startup, trackers, waiting
+from flowgrpo_ray import startup, storage, trackers, waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import Problems, counted
 from flowgrpo_ray.exporter import served
@@ -37,11 +38,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def connected(config: Config, address: str | None = None) -> Iterator[None]:
+def connected(config: Config, address: str | None = None, **metadata: str) -> Iterator[None]:
     """A Ray connection for the run: `address`, else RAY_ADDRESS (set inside `ray job submit`), else Ray on this machine.
 
     A connection that is there already is used as it is. A Ray that was started here ends here; it declares as many CPUs
-    as the configuration asks for, so that a laptop of two cores can run five light actors.
+    as the configuration asks for, so that a laptop of two cores can run five light actors. Ray's list of jobs shows the
+    metadata of this driver; of a submitted job it shows those that the job was submitted with.
     """
     if ray.is_initialized():
         yield
@@ -49,7 +51,8 @@ def connected(config: Config, address: str | None = None) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS")
     # The environment is the image (or this virtual environment): no tool may rebuild it on every worker.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    common = {"log_to_driver": config.logging.level == "debug", "logging_level": logging.WARNING}
+    common = {"log_to_driver": config.logging.level == "debug", "logging_level": logging.WARNING,
+              "job_config": JobConfig(metadata={"run": config.run.name, **metadata})}
     on_terminate = signal.getsignal(signal.SIGTERM)
     if address:
         try:
@@ -108,7 +111,8 @@ def train(
             observer.resumes(recorder.start_step)
         for note in recorder.notes:
             observer.say(note)
-        with served(config.logging.prometheus_port) as sinks, connected(config, address), \
+        where = storage.display(recorder.run_dir)
+        with served(config.logging.prometheus_port) as sinks, connected(config, address, run_dir=where), \
                 controller_class(config, inputs, recorder, observer, [RayMetrics(), *sinks]) as controller:
             controller.run()
     finally:

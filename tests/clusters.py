@@ -55,6 +55,22 @@ def start_ray(command: list[str], environment: Mapping[str, str], cwd: Path | No
         raise
 
 
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **options: object) -> Iterator[subprocess.Popen]:
+    """A process that writes to a file and ends with the block, at the latest by SIGKILL."""
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
 class Nodes:
     """The nodes of one cluster; `extra` are environment variables of theirs.
 

@@ -212,9 +212,9 @@ def _get(server: JobServer, path: str, optional: bool = False) -> dict[str, Any]
 
 
 def running(server: JobServer, run_dir: str) -> JobDetails | None:
-    """The living job that writes into a run directory (a job that `submit` has submitted), if any."""
+    """The living job that writes into a run directory, if any, as the metadata say that it was submitted with."""
     jobs = server.ask(lambda client: client.list_jobs(), "the list of jobs")
-    return next((job for job in jobs if not job.status.is_terminal()
+    return next((job for job in jobs if job.submission_id is not None and not job.status.is_terminal()
                  and (job.metadata or {}).get("run_dir") == run_dir), None)
 
 

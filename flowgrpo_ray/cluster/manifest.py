@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from flowgrpo_ray import storage
 from flowgrpo_ray.cluster.sizes import object_store, step_bytes
 from flowgrpo_ray.config import Config, to_yaml
 from flowgrpo_ray.errors import ConfigError, counted, nearest
@@ -83,6 +84,8 @@ def build(config: Config, overlay: str, *, image: str | None = None, run_dir: st
     job["metadata"]["name"] = name
     job["metadata"]["annotations"]["flowgrpo-ray/config"] = f"{CONFIG_DIR}/config.yaml"
     job["spec"]["entrypoint"] = f"flowgrpo-ray train {CONFIG_DIR}/config.yaml"
+    run_folder = storage.redact(storage.join(config.run.dir, config.run.name))
+    job["spec"]["metadata"] = {"run": config.run.name, "run_dir": run_folder}  # in Ray's list of jobs
     text = to_yaml(config)
     docs.insert(docs.index(job), _config_map(f"{name}-config", text, files, job["metadata"]["labels"]))
     for group in _groups(job):

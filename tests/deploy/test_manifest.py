@@ -80,6 +80,7 @@ def test_configuration_travels_resolved_and_names_its_groups() -> None:
     job, cards = of_kind(docs, "RayJob")[0], of_kind(docs, "ConfigMap")
     assert job["metadata"]["name"] == "my-run-1"
     assert job["spec"]["entrypoint"] == "flowgrpo-ray train /etc/flowgrpo-ray/config.yaml"
+    assert job["spec"]["metadata"] == {"run": "My.Run_1", "run_dir": "/data/runs/My.Run_1"}
     config = rules.run_config(job, docs)
     assert (config.run.name, config.run.dir, config.train.seed) == ("My.Run_1", "/data/runs", 7)
     assert config.pools.learner.label_selector == {"pool": "learner"}

@@ -11,13 +11,13 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
-from clusters import Nodes, free_port
+from clusters import Nodes, free_port, running
 from runs import SMALL
 from test_monitoring import OURS, PANELS, substituted
 
@@ -29,22 +29,6 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"),
 ]
-
-
-@contextmanager
-def running(command: list[str], log: Path, **options) -> Iterator[subprocess.Popen]:
-    """A process that writes to a file and ends with the block, at the latest by SIGKILL."""
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def until(what: str, missing: Callable[[], object], log: Path, *processes: subprocess.Popen, seconds: float = 150) -> None:
