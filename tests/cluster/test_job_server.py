@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 
 import pytest
 import ray
 from clusters import free_port
 from played_job_server import Job, PlayedServer
+from ray.job_submission import JobStatus
 
 from flowgrpo_ray.cluster import job_server
 from flowgrpo_ray.cluster.job_server import JobServer, TokenError, Unreachable, check_versions, find, running
@@ -108,6 +110,14 @@ def test_a_run_in_use_is_one_that_lives_and_has_the_same_folder():
         assert running(server, "/runs/a") is None
         assert running(server, "/runs/b").submission_id == "b-1"
         assert running(server, "/other/b").submission_id == "b-2"
+
+
+def test_a_driver_that_was_not_submitted_is_not_a_job_to_follow_or_stop():
+    """Its metadata give the directory too; the run's own lock keeps a second run out."""
+    driver = SimpleNamespace(submission_id=None, status=JobStatus.RUNNING, metadata={"run_dir": "/runs/a"})
+    submitted = SimpleNamespace(submission_id="a-1", status=JobStatus.RUNNING, metadata={"run_dir": "/runs/a"})
+    assert running(SimpleNamespace(ask=lambda call, what: [driver]), "/runs/a") is None
+    assert running(SimpleNamespace(ask=lambda call, what: [driver, submitted]), "/runs/a") is submitted
 
 
 def test_commands_carry_the_file_of_the_token_and_not_the_token(tmp_path):
