@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from actors.process import Process, Shown
 from flowgrpo_ray import shared_dir, signals, startup, waiting
 from flowgrpo_ray.checkpoint import FileEntry
 from flowgrpo_ray.config import Config, from_tree
-from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError
+from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, first_line
 from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import load_policy, policy_class
 from flowgrpo_ray.policies.source import find
@@ -156,6 +157,11 @@ class LearnerActor(LearnerMethods):
         return self.learner.sharding
 
 
+def _in_collective(cause: BaseException | None) -> bool:
+    """Whether a call failed at its wait for other ranks; torch has a class for NCCL's errors, gloo's tell by their text."""
+    return isinstance(cause, RuntimeError) and (type(cause).__name__.startswith("Dist") or "gloo" in str(cause))
+
+
 class LearnerGroup:
     """The ranks, seen from the driver. Every call goes to all ranks in one order; the first failure ends the group."""
 
@@ -251,6 +257,11 @@ class LearnerGroup:
             if isinstance(error.cause, OSError):  # a full disk, a store that is gone
                 raise FlowGrpoError(f"{what} failed: {error.cause}. The same command resumes from the newest "
                                     "checkpoint") from error
+            if _in_collective(error.cause):
+                said = re.sub(r"^\[.*?\] ", "", first_line(error.cause))  # without the place in gloo's sources
+                raise FlowGrpoError(f"{what} failed: {self._still_out(what)} ({said}). "
+                                    "pools.learner.collective_timeout_s is how long ranks wait for each other. The same "
+                                    "command resumes from the newest checkpoint") from error
             cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
             raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
         except ray.exceptions.RayError as error:
@@ -258,6 +269,12 @@ class LearnerGroup:
             rank = int(what.rpartition(" ")[2])
             why = nodes.why_lost(error, *self._places[rank][1:]) if self._places else nodes.why_lost(error)
             raise FlowGrpoError(f"{what} failed: {why}. The same command resumes from the newest checkpoint") from error
+
+    def _still_out(self, failed: str) -> str:
+        """Which ranks have not answered where that of `failed` has, and their nodes: one of them hangs, or its network does."""
+        ranks = sorted({int(what.rpartition(" ")[2]) for what in self.pending.values()} - {int(failed.rpartition(" ")[2])})
+        return "the ranks do not reach each other" if not ranks else "no answer from " + ", ".join(
+            f"rank {rank}" + (f" on node {self._places[rank].node}" if self._places else "") for rank in ranks)
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Issue a call to all ranks and wait for all answers, in rank order."""
