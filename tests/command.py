@@ -41,13 +41,13 @@ def cli(*args: object, code: int = 0, input: str | None = None) -> Result:
     return result
 
 
-def start(folder: Path, *args: object) -> subprocess.Popen:
-    """A command in a process of its own, as from a new account: no Ray settings, nothing cached."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+def start(folder: Path, *args: object, **environment: str) -> subprocess.Popen:
+    """A command in a process of its own, as from a new account: nothing cached, and no Ray settings but those given."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     home, ray_folder = folder / "home", Path(f"/tmp/fgc{os.getpid()}{len(list(folder.iterdir()))}")
     if not home.exists():
         home.mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "flowgrpo_ray.cli", *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, cwd=folder, env={**environment, "HOME": str(home), "RAY_TMPDIR": str(ray_folder)},
+        text=True, cwd=folder, env={**clean, "HOME": str(home), "RAY_TMPDIR": str(ray_folder), **environment},
         start_new_session=True)
