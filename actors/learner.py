@@ -14,7 +14,7 @@ import numpy as np
 import ray
 from ray.util import remove_placement_group
 
-from actors import head, nodes
+from actors import head, nodes, tracebacks
 from actors.dispatch import EVENTS
 from actors.names import ActorNames
 from actors.placement import actor_options, place_learners
@@ -157,7 +157,7 @@ class LearnerActor(LearnerMethods):
         return self.learner.sharding
 
 
-def _in_collective(cause: BaseException | None) -> bool:
+def _in_collective(cause: BaseException) -> bool:
     """Whether a call failed at its wait for other ranks; torch has a class for NCCL's errors, gloo's tell by their text."""
     return isinstance(cause, RuntimeError) and (type(cause).__name__.startswith("Dist") or "gloo" in str(cause))
 
@@ -253,18 +253,21 @@ class LearnerGroup:
         self._last_progress = time.monotonic()
         try:
             return ray.get(ref, timeout=60)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):  # a full disk, a store that is gone
-                raise FlowGrpoError(f"{what} failed: {error.cause}. The same command resumes from the newest "
-                                    "checkpoint") from error
-            if _in_collective(error.cause):
-                said = re.sub(r"^\[.*?\] ", "", first_line(error.cause))  # without the place in gloo's sources
+        except tracebacks.FAILED as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, OSError):  # a full disk, a store that is gone
+                raise FlowGrpoError(f"{what} failed: {cause}. The same command resumes from the newest checkpoint") from error
+            if cause is not None and _in_collective(cause):
+                said = re.sub(r"^\[.*?\] ", "", first_line(cause))  # without the place in gloo's sources
                 raise FlowGrpoError(f"{what} failed: {self._still_out(what)} ({said}). "
                                     "pools.learner.collective_timeout_s is how long ranks wait for each other. The same "
                                     "command resumes from the newest checkpoint") from error
-            cause = error.cause if isinstance(error.cause, FlowGrpoError) else None
-            raise type(cause)(f"{what}: {cause}") if cause else FlowGrpoError(f"{what} failed:\n{error}") from error
+            if isinstance(cause, FlowGrpoError):
+                raise type(cause)(f"{what}: {cause}") from error
+            raise FlowGrpoError(f"{what} failed: {tracebacks.summary(error)}") from error
         except ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", False):
+                raise FlowGrpoError(f"{what.partition(' on ')[2]} could not start: {tracebacks.summary(error)}") from error
             head.check()
             rank = int(what.rpartition(" ")[2])
             why = nodes.why_lost(error, *self._places[rank][1:]) if self._places else nodes.why_lost(error)

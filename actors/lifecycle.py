@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetu
 from actors import nodes
 from actors.dispatch import EVENTS, Checked, Member, Task, serving
 from actors.environments import setup_reason
+from actors.tracebacks import summary
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, message_of
 from flowgrpo_ray.status import PoolStatus
 
@@ -336,6 +337,6 @@ def _start_error(pool: str, member: Member, error: RayError) -> FlowGrpoError:
         text = str(error)
         # Of errors that are raised from one another the last one is what the code that knows most has to say.
         own = [part.partition("Error: ")[2] for part in _CHAINED.split(text) for part in _OWN.findall(part)]
-        text = own[-1].strip() if own else text
+        text = own[-1].strip() if own else summary(error)
     what = "take new weights" if member.was_ready else "start"
     return FlowGrpoError(f"pool {pool}: actor {member.index} could not {what}: {text}")

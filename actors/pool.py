@@ -147,15 +147,20 @@ class ActorPool(Members):
         self.pump()
 
     def _finish(self, member: Member, ref: ray.ObjectRef) -> None:
+        value: Any = None
+        failure: Exception | None = None
         try:
-            value, failure = ray.get(ref, timeout=60), None
+            value = ray.get(ref, timeout=60)
         except RayActorError as error:
             self._died(member, nodes.why_lost(error, member.node, member.node_id))
             return
         except RayTaskError as error:
-            value, failure = None, error.cause if isinstance(error.cause, Exception) else error
+            failure = error
+            if isinstance(error.cause, Exception):
+                failure = error.cause
+                failure.__cause__ = error  # which has the traceback
         except RayError as error:
-            value, failure = None, error
+            failure = error
         running = member.running.pop(ref)
         self._start_clock(member)
         if failure is None:

@@ -20,6 +20,7 @@ from actors.evaluator import Evaluator, evaluation_config
 from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
 from actors.ray_metrics import RayMetrics
+from actors.tracebacks import kept
 from flowgrpo_ray import startup, storage, trackers, waiting
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import Problems, counted
@@ -112,7 +113,8 @@ def train(
         for note in recorder.notes:
             observer.say(note)
         where = storage.display(recorder.run_dir)
-        with served(config.logging.prometheus_port) as sinks, connected(config, address, run_dir=where), \
+        with kept(recorder.traceback), served(config.logging.prometheus_port) as sinks, \
+                connected(config, address, run_dir=where), \
                 controller_class(config, inputs, recorder, observer, [RayMetrics(), *sinks]) as controller:
             controller.run()
     finally:
@@ -136,6 +138,6 @@ def evaluate(
     config = evaluation_config(config, settings)
     waiting.set_limits(config)
     inputs = check(config)
-    with connected(config, address), Evaluator(config, inputs, observer, arrays) as evaluator:
+    with kept(), connected(config, address), Evaluator(config, inputs, observer, arrays) as evaluator:
         row = evaluator.result()
     return row, evaluator.results.grid_png

@@ -12,6 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from actors.dispatch import Task, serving
 from actors.pool import ActorPool
+from actors.tracebacks import summary
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, counted, first_line
@@ -111,7 +112,6 @@ class Sampling:
         if isinstance(error, SyncError | ConfigError):
             raise error  # trying again cannot help
         if task.attempts >= MAX_ATTEMPTS:
-            raise FlowGrpoError(f"{task.what} failed {counted(task.attempts, 'time')}: "
-                                f"{type(error).__name__}: {error}") from error
-        log.warning("%s failed (%s: %s); it is submitted again", task.what, type(error).__name__, error)
+            raise FlowGrpoError(f"{task.what} failed {counted(task.attempts, 'time')}: {summary(error)}") from error
+        log.warning("%s failed: %s; it is submitted again", task.what, summary(error))
         self._pool.submit_again(task, on_fresh_actor=task.attempts == MAX_ATTEMPTS - 1)

@@ -171,6 +171,12 @@ class Recorder:
         self.trackers.log(clean)
         return clean
 
+    def traceback(self, text: str) -> str | None:
+        """Keep the traceback of what ended the run, and return where; None for a run that has not started."""
+        if not self._opened:
+            return None
+        return storage.display(storage.write_bytes(storage.join(self.run_dir, "traceback.txt"), text.encode()))
+
     def samples(self, step: int, plan: StepPlan, scores: dict[int, GroupScores], advantages: dict[int, np.ndarray]) -> None:
         """Record the scores and advantages of every sample of a step."""
         if not self.config.logging.samples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,25 @@ class LearnerDies(LearnerActor):
         if self.learner.rank == 1:
             os._exit(5)
         return super().accumulate(*args)
+
+
+class LearnerHasABug(LearnerActor):
+    """Its update divides by zero."""
+
+    def apply(self):
+        return {"loss": 1 / self.learner.rank}
+
+
+class LearnerHasABugAtItsStart(LearnerActor):
+    """Its constructor raises what cannot be pickled."""
+
+    def __init__(self, *args):
+        class OddError(Exception):
+            def __init__(self, lock):
+                super().__init__("an odd one")
+                self.lock = lock
+
+        raise OddError(threading.Lock())
 
 
 class LearnerHangs(LearnerActor):

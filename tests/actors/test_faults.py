@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import faulty
@@ -153,6 +154,24 @@ def test_a_lost_learner_rank_ends_the_run(actor, message, folder):
     overrides = {"pools.learner.replicas": 2, "pools.learner.timeout_s": 20.0, "pools.learner.collective_timeout_s": 60.0}
     with pytest.raises(FlowGrpoError, match=message):
         run(small_config(folder, f"learner-{actor.__name__}", steps=1, overrides=overrides), learner_class=actor)
+
+
+def test_a_bug_in_a_learner_is_a_line_and_its_traceback_a_file(folder):
+    with pytest.raises(FlowGrpoError) as caught:
+        run(small_config(folder, "bug", steps=1), learner_class=faulty.LearnerHasABug)
+    path = folder / "bug" / "traceback.txt"
+    assert re.fullmatch(r"apply on learner rank 0 failed: ZeroDivisionError: division by zero "
+                        rf"\(\S*/tests/faulty\.py, line \d+\)\. Its traceback is in {path}", str(caught.value))
+    text = path.read_text()
+    assert 'return {"loss": 1 / self.learner.rank}' in text and "bug/learner-0" in text and "\x1b" not in text
+
+
+def test_a_bug_at_the_start_of_a_learner_is_a_line_and_its_traceback_in_the_log(folder, caplog):
+    with pytest.raises(FlowGrpoError) as caught:
+        run(small_config(folder, "early", steps=1), learner_class=faulty.LearnerHasABugAtItsStart)
+    assert re.fullmatch(r"learner rank 0 could not start: .*OddError: an odd one \(\S*/tests/faulty\.py, line \d+\)",
+                        str(caught.value))
+    assert "raise OddError(threading.Lock())" in caplog.text and not (folder / "early").exists()
 
 
 def test_an_actor_that_cannot_start_says_why(folder):
