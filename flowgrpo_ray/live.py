@@ -111,6 +111,8 @@ class PlainView:
         for name in self._optimised:
             if f"reward_mean/{name}" in row:
                 parts.append(f"{name} {row[f'reward_mean/{name}']:.4f}")
+        if masked := row.get("masked_samples"):
+            parts.append(f"{counted(int(masked), 'image')} without score")
         kl = ("kl", "kl", ".3g") if self.config.loss.beta else ("approx_kl", "approx kl", ".1e")
         for key, label, form in (kl, ("clip_fraction", "clip", ".3f"), ("images_per_s", "images/s", ".1f")):
             if key in row:

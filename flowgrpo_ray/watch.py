@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowgrpo_ray.errors import counted
 from flowgrpo_ray.metrics import Row
 
 log = logging.getLogger(__name__)
@@ -180,8 +181,18 @@ def monitor_hint(config: Mapping[str, Any]) -> str | None:
             f"a monitor (weight 0), for example `{monitor}`, which shows {what}")
 
 
+def flat_text(rows: Sequence[Row]) -> str | None:
+    """What to say if no group of the last steps had scores that differ; None if one had, or too few steps are done."""
+    shares = [row["zero_std_group_fraction"] for row in rows if "zero_std_group_fraction" in row][-_WINDOW:]
+    if len(shares) < _WINDOW or min(shares) < 1.0:
+        return None
+    return (f"in the last {counted(_WINDOW, 'step')} all images of each group had equal scores, so nothing is learned: the "
+            "reward does not see differences, or the prompts are solved or too hard (`flowgrpo-ray doctor` shows the spread of "
+            "each reward)")
+
+
 class Watch:
-    """Warns during a run, once per reward, when an optimised reward collapses.
+    """Warns during a run when nothing is learned, and, once per reward, when an optimised reward collapses.
 
     Args:
         config: plain configuration tree.
@@ -191,6 +202,7 @@ class Watch:
     def __init__(self, config: Mapping[str, Any], rows: Iterable[Row] = ()) -> None:
         self.config, self.rows = config, list(rows)
         self._warned = {change.name for change in collapses(self.rows, config)}
+        self._flat = flat_text(self.rows) is not None  # warned of, until a group has a spread again
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -198,6 +210,10 @@ class Watch:
             if change.name not in self._warned:
                 self._warned.add(change.name)
                 log.warning("%s", collapse_text(change, self.config))
+        text = flat_text(self.rows)
+        if text is not None and not self._flat:
+            log.warning("%s", text)
+        self._flat = text is not None
 
 
 def mean(values: Iterable[float]) -> float:

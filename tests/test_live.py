@@ -52,6 +52,15 @@ def test_plain_view_is_a_line_per_step():
     ]
 
 
+def test_a_line_counts_images_without_score():
+    out = io.StringIO()
+    with PlainView(small(["run.steps=5"]), Console(file=out, width=400)) as view:
+        view.row({**ROWS[1], "masked_samples": 0.0})
+        view.row({**ROWS[1], "masked_samples": 8.0})
+    first, second = out.getvalue().splitlines()
+    assert "without score" not in first and "  8 images without score  " in second
+
+
 def test_live_view_shows_numbers_actors_events_and_warnings():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)

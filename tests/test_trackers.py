@@ -249,6 +249,7 @@ for step in (1, 2):
     assert len(logs) == 2 and all("abc123" in log.name for log in logs)
 
 
+@pytest.mark.slow
 def test_training_goes_on_when_the_process_of_w_and_b_dies(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -95,6 +95,22 @@ def test_a_driver_is_warned_once_per_reward(caplog):
     assert caplog.records == []
 
 
+def test_equal_scores_in_every_group_are_warned_of_once(caplog):
+    flat = [{"step": step, "zero_std_group_fraction": 1.0} for step in range(1, 6)]
+    with caplog.at_level(logging.WARNING):
+        observer = watch.Watch(config(ocr=1))
+        for row in [{**flat[0], "zero_std_group_fraction": 0.9}, *flat[:2]]:
+            observer.add(row)
+        assert caplog.records == []
+        for row in flat[2:]:
+            observer.add(row)
+    (record,) = caplog.records
+    assert "in the last 3 steps all images of each group had equal scores" in record.getMessage()
+    caplog.clear()
+    watch.Watch(config(ocr=1), flat[:-1]).add(flat[-1])  # resumed: warned before
+    assert caplog.records == []
+
+
 def test_a_single_reward_without_a_monitor_gets_a_recommendation():
     assert "type: ocr, weight: 0" in watch.monitor_hint({"rewards": {"ocr": {}}})
     assert "jpeg_compressibility: {weight: 0}" in watch.monitor_hint({"rewards": {"mine": {"python": "a:b"}}})

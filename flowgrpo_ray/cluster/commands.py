@@ -30,7 +30,7 @@ def runs(address: str | None, say: Say, *, as_json: bool = False) -> int:
 
 def status(address: str | None, name: str, say: Say, *, as_json: bool = False, watch: bool = False) -> int:
     """The state of a run; with `watch` again and again until it ends."""
-    with reach.connected(address):
+    with reach.connected(address, name):
         run = reach.find(reach.full_name(name))
         if not watch:
             say(_text(run.status, run.age_s, as_json, indent=2))
@@ -85,7 +85,7 @@ def _command(address: str | None, name: str, command: str, args: dict[str, Any],
         heard = True
         say(text)
 
-    with reach.connected(address):
+    with reach.connected(address, name):
         run = reach.find(reach.full_name(name))
         try:
             return reach.ask(run, command, args, hear)

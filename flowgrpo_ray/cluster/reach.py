@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -27,6 +28,7 @@ FIND_S = 8.0  # that a control actor which is made again takes at most, in all b
 REPLY_S = 60.0  # until a driver that is busy (with its storage, say) takes a command
 _STATUS_S = 2.0
 _POLL_S = 0.5
+_CONTROL_TITLE = re.compile(r"ray::(\S+) step \d+/\d+ ")  # see ControlActor
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class GoneError(FlowGrpoError):
 
 @dataclass(frozen=True)
 class LocalRay:
-    """A Ray node on this machine: the address of its cluster's head, who started it, and the token that it uses."""
+    """A Ray node on this machine: the address of its cluster's head, who started it, the token that it uses, and the names
+    of the runs whose control actor is here."""
 
     address: str
     started_by: str
     token: str | None
+    runs: frozenset[str] = frozenset()
 
 
 def local_rays() -> list[LocalRay]:
@@ -67,17 +71,23 @@ def local_rays() -> list[LocalRay]:
             started_by = shlex.join(parent.cmdline()[:6]) if parent is not None and parent.pid != 1 else "ray start"
             if process.username() == psutil.Process().username():
                 token = process.environ().get("RAY_AUTH_TOKEN")
-            found[address] = LocalRay(address, started_by, token)
+            titles = [(child.cmdline() or [""])[0] for child in process.children()]
+            runs = {match[1] for title in titles if (match := _CONTROL_TITLE.match(title))}
+            found[address] = LocalRay(address, started_by, token, frozenset(runs))
         except psutil.Error:
             continue  # it ended, or is somebody else's
     return list(found.values())
 
 
-def _choose(address: str | None) -> str:
-    """The address to connect to, with the token of a Ray that this user's `train` has started (see `actors.head`)."""
+def _choose(address: str | None, run: str | None = None) -> str:
+    """The address to connect to, of several Rays on this machine that of the one with the run, with the token of one that this
+    user's `train` has started (see `actors.head`)."""
     address = address or os.environ.get("RAY_ADDRESS") or None
     here = local_rays()
     if address is None:
+        having = [ray for ray in here if run in ray.runs]
+        if len(here) > 1 and len(having) == 1:
+            here = having
         if len(here) != 1:
             lines = "".join(f"\n  --address {ray.address}   ({ray.started_by})" for ray in here)
             raise ConfigError("no Ray runs on this machine: give --address http://HOST:8265, or on a node of the cluster "
@@ -95,8 +105,9 @@ def _choose(address: str | None) -> str:
 
 
 @contextmanager
-def connected(address: str | None = None) -> Iterator[None]:
-    """A connection to a running Ray: `address`, else RAY_ADDRESS, else the one on this machine. None is ever started.
+def connected(address: str | None = None, run: str | None = None) -> Iterator[None]:
+    """A connection to a running Ray: `address`, else RAY_ADDRESS, else the one on this machine, of several the one that has
+    a run of this name. None is ever started.
 
     Raises:
         ConfigError: there is no Ray, or more than one, to choose from.
@@ -105,7 +116,7 @@ def connected(address: str | None = None) -> Iterator[None]:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         yield
         return
-    address = _choose(address)  # before Ray is imported, which reads the token then
+    address = _choose(address, run)  # before Ray is imported, which reads the token then
     import ray
 
     from actors import head

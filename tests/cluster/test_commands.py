@@ -116,6 +116,13 @@ def test_without_an_address_it_is_the_one_ray_of_this_machine_with_the_token_tha
     assert "--address 10.0.0.1:6379   (flowgrpo-ray train a.yaml)" in str(error.value)
     assert "secret" not in str(error.value)
     assert reach._choose("10.0.0.1:6380") == "10.0.0.1:6380"
+    here.append(LocalRay("10.0.0.1:6381", "ray start", None, frozenset({"first", "second"})))
+    assert reach._choose(None, "first") == "10.0.0.1:6381"
+    with pytest.raises(ConfigError, match="3 Rays"):
+        reach._choose(None, "third")
+    here.append(LocalRay("10.0.0.1:6382", "ray start", None, frozenset({"first"})))
+    with pytest.raises(ConfigError, match="4 Rays"):
+        reach._choose(None, "first")
     here.clear()
     with pytest.raises(ConfigError, match="no Ray runs on this machine: give --address"):
         reach._choose(None)
