@@ -35,5 +35,6 @@ def test_a_rank_that_waited_in_vain_names_the_one_that_did_not_answer(monkeypatc
     assert "the ranks do not reach each other" in message(monkeypatch, GLOO, {"a": "apply on learner rank 0"})
 
 
-def test_an_error_of_a_rank_s_own_keeps_its_traceback(monkeypatch):
-    assert "Traceback" in message(monkeypatch, RuntimeError("CUDA error"), {"a": "apply on learner rank 0"})
+def test_an_error_of_a_rank_s_own_is_not_taken_for_a_wait(monkeypatch):
+    said = message(monkeypatch, RuntimeError("CUDA error"), {"a": "apply on learner rank 0", "b": "apply on learner rank 1"})
+    assert said == "apply on learner rank 0 failed: RuntimeError: CUDA error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import ordered
@@ -132,6 +133,8 @@ def test_what_the_driver_keeps_on_a_node_is_known(two, tmp_path):
     (tmp_path / "go").touch()
     big, small = (two.pool.members[1].handle.value.remote(size) for size in (300_000, 3))
     ray.wait([big, small], num_returns=2, timeout=60, fetch_local=False)
-    refs, node = {"big": big, "small": small}, two.pool.members[1].node_id
+    refs, node, deadline = {"big": big, "small": small}, two.pool.members[1].node_id, time.monotonic() + 30
+    while not kept_on({node}, refs) and time.monotonic() < deadline:  # Ray reports a place after the value is ready
+        time.sleep(0.05)
     assert kept_on({node, "another"}, refs) == ["big"]
     assert kept_on({"another"}, refs) == [] and kept_on(set(), refs) == []
