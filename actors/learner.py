@@ -254,6 +254,7 @@ class LearnerGroup:
         try:
             return ray.get(ref, timeout=60)
         except tracebacks.FAILED as error:
+            head.check()  # what it needs went with Ray
             cause = getattr(error, "cause", None)
             if isinstance(cause, OSError):  # a full disk, a store that is gone
                 raise FlowGrpoError(f"{what} failed: {cause}. The same command resumes from the newest checkpoint") from error

@@ -155,6 +155,7 @@ class ActorPool(Members):
             self._died(member, nodes.why_lost(error, member.node, member.node_id))
             return
         except RayTaskError as error:
+            head.check()  # what it needs went with Ray
             failure = error
             if isinstance(error.cause, Exception):
                 failure = error.cause

@@ -10,6 +10,7 @@ import io
 import os
 import shlex
 import sys
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,9 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from flowgrpo_ray.errors import FlowGrpoError, ResourceError
 
 if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
     from flowgrpo_ray.cluster.follow import Ended
 
 MARKED = "FLOWGRPO_RAY_MARK_LINES"  # environment variable of a command that marks its lines
+_ID = "flowgrpo-ray-"  # begins the submission ids of commands
+_SETTLED_S = 10.0
 _MARKS = {"stdout": "flowgrpo-ray> ", "stderr": "flowgrpo-ray! "}
 
 Say = Callable[[str], None]
@@ -47,21 +52,36 @@ def run(url: str, token_file: str | None, args: Sequence[str], name: str | None,
 
     server = job_server.find(url, token_file)
     entrypoint = f"{MARKED}=1 exec python -m flowgrpo_ray.cli {shlex.join(args)}"
-    job_id = f"flowgrpo-ray-{args[0]}-{uuid.uuid4().hex[:8]}"
-    server.ask(lambda client: client.submit_job(
-        entrypoint=entrypoint, submission_id=job_id, runtime_env=_code_of(client.list_jobs(), name),
-        metadata={"command": shlex.join(args)}), f"the command {args[0]}")
+    job_id = f"{_ID}{args[0]}-{uuid.uuid4().hex[:8]}"
+
+    def submit(client: JobSubmissionClient) -> None:
+        jobs = client.list_jobs()
+        client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=_code_of(jobs, name),
+                          metadata={"command": shlex.join(args)})
+        for old in _to_delete(jobs):
+            with suppress(RuntimeError):  # another command has done it
+                client.delete_job(old)
+
+    server.ask(submit, f"the command {args[0]}")
     reader, ended = _Reader(out, err), False
     try:
         end = follow(server, job_id, reader.take, err)
         ended = True
     finally:
-        with suppress(FlowGrpoError):  # the list of jobs is for runs
-            server.ask(lambda client: (None if ended else client.stop_job(job_id), client.delete_job(job_id)),
-                       "the end of the command")
+        if not ended:
+            with suppress(FlowGrpoError):
+                server.ask(lambda client: client.stop_job(job_id), "the end of the command")
     if not reader.lines and end.code:
         raise ResourceError(_could_not_run(end, reader.rest))
     return end.code
+
+
+def _to_delete(jobs: Sequence[Any]) -> list[str]:
+    """Submission ids of commands that have ended: the list of jobs is for runs. Ray looks at a job once more after its end, and
+    lists one that was deleted before as failed; so the next command deletes it, some seconds later."""
+    latest = (time.time() - _SETTLED_S) * 1000
+    return [job.submission_id for job in jobs if job.status.is_terminal() and "command" in (job.metadata or {})
+            and str(job.submission_id).startswith(_ID) and (job.end_time or 0) < latest]
 
 
 def _code_of(jobs: Sequence[Any], name: str | None) -> dict[str, str]:

@@ -81,8 +81,8 @@ class _Follower:
                     why, now = str(error), time.monotonic()
                 if lost_since is None or self._heard > lost_since:
                     lost_since, said_at = now, now
-                    self._say(f"connection to {self._server.url} lost ({why}); the run goes on, and this "
-                              f"command connects again for up to {GIVE_UP_S / 60:.0f} minutes. If a "
+                    self._say(f"connection to {self._server.url} lost ({why}). If only the connection is lost, the "
+                              f"run goes on; this command connects again for up to {GIVE_UP_S / 60:.0f} minutes. If a "
                               "port-forward has ended, start it again")
                 elif now - said_at >= 30:
                     said_at = now

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +29,7 @@ FIND_S = 8.0  # that a control actor which is made again takes at most, in all b
 REPLY_S = 60.0  # until a driver that is busy (with its storage, say) takes a command
 _STATUS_S = 2.0
 _POLL_S = 0.5
+_LOOKS = 8
 _CONTROL_TITLE = re.compile(r"ray::(\S+) step \d+/\d+ ")  # see ControlActor
 
 
@@ -85,9 +87,13 @@ def _choose(address: str | None, run: str | None = None) -> str:
     address = address or os.environ.get("RAY_ADDRESS") or None
     here = local_rays()
     if address is None:
-        having = [ray for ray in here if run in ray.runs]
-        if len(here) > 1 and len(having) == 1:
-            here = having
+        for _ in range(_LOOKS if run is not None and len(here) > 1 else 0):  # a title is back after each call of the actor
+            having = [ray for ray in here if run in ray.runs]
+            if having:
+                here = having if len(having) == 1 else here
+                break
+            time.sleep(_POLL_S / 5)
+            here = local_rays()
         if len(here) != 1:
             lines = "".join(f"\n  --address {ray.address}   ({ray.started_by})" for ray in here)
             raise ConfigError("no Ray runs on this machine: give --address http://HOST:8265, or on a node of the cluster "
@@ -97,11 +103,20 @@ def _choose(address: str | None, run: str | None = None) -> str:
     elif not here:
         raise ResourceError(f"no Ray node runs on this machine, so it cannot connect to {address}. From outside the cluster "
                             "give the address of the dashboard: --address http://HOST:8265")
+    if "RAY_AUTH_MODE" not in os.environ and _token_of_rays_own_file():
+        os.environ["RAY_AUTH_MODE"] = "token"  # as `ray start` does where there is one; Ray's clients would send none
     token = next((ray.token for ray in here if ray.address == address), None)
     if token and not any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     return address
+
+
+def _token_of_rays_own_file() -> bool:
+    try:
+        return bool((Path.home() / ".ray" / "auth_token").read_text().strip())
+    except (OSError, RuntimeError):  # no such file, no home
+        return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -76,15 +77,29 @@ class Server:
         self.did.append(("stop",))
 
     def delete_job(self, job_id):
-        self.did.append(("delete",))
+        self.did.append(("delete", job_id))
 
 
 def test_a_command_s_lines_and_exit_code_are_those_of_its_job(monkeypatch):
     server, out = Server(monkeypatch, "setting up\nflowgrpo-ray> refused\n", Ended("FAILED", "", 2)), []
     assert by_job.run("http://h:8265", None, ["scale", "--", "a run", "rollout=0"], "a run", out.append, out.append) == 2
     assert out == ["refused"]
-    assert server.did == [("submit", "FLOWGRPO_RAY_MARK_LINES=1 exec python -m flowgrpo_ray.cli scale -- 'a run' rollout=0"),
-                          ("delete",)]
+    assert server.did == [("submit", "FLOWGRPO_RAY_MARK_LINES=1 exec python -m flowgrpo_ray.cli scale -- 'a run' rollout=0")]
+
+
+def test_commands_that_ended_some_seconds_ago_leave_the_list_of_jobs(monkeypatch):
+    now = time.time() * 1000
+
+    def command(name, ended_s, over=True):
+        return SimpleNamespace(**vars(job(over=over, command="runs")), submission_id=name, end_time=now - 1000 * ended_s)
+
+    server = Server(monkeypatch, "", Ended("SUCCEEDED", "", 0))
+    jobs = [command("flowgrpo-ray-runs-1", 60), command("flowgrpo-ray-runs-2", 1), command("flowgrpo-ray-status-3", 60, False),
+            command("mine", 60), SimpleNamespace(**vars(job(over=True, run="first", run_dir="/r")), submission_id="first-1",
+                                                 end_time=now - 60_000)]
+    server.list_jobs = lambda: jobs
+    assert by_job.run("http://h:8265", None, ["runs"], None, print, print) == 0
+    assert server.did[1:] == [("delete", "flowgrpo-ray-runs-1")]
 
 
 @pytest.mark.parametrize(("log", "end", "message"), [
@@ -96,7 +111,7 @@ def test_a_command_that_could_not_run_is_an_error_with_the_end_of_its_log(monkey
         by_job.run("http://h:8265", None, ["runs"], None, print, print)
 
 
-def test_a_command_that_is_interrupted_leaves_no_job(monkeypatch):
+def test_a_command_that_is_interrupted_is_stopped(monkeypatch):
     server = Server(monkeypatch, "", Ended("", "", None))
 
     def interrupted(*_):
@@ -105,4 +120,4 @@ def test_a_command_that_is_interrupted_leaves_no_job(monkeypatch):
     monkeypatch.setattr(follow, "follow", interrupted)
     with pytest.raises(KeyboardInterrupt):
         by_job.run("http://h:8265", None, ["status", "--watch", "--", "x"], "x", print, print)
-    assert server.did[1:] == [("stop",), ("delete",)]
+    assert server.did[1:] == [("stop",)]
