@@ -150,10 +150,10 @@ class Trackers:
 
     def _drop(self, name: str, error: BaseException) -> None:
         if name not in self.dropped:
-            self.dropped.append(name)
             waiting.distrust(name)
             log.warning("%s (a tracker) failed and is dropped: %s. The metrics of the run "
                         "directory do not depend on it", name, described(error))
+            self.dropped.append(name)  # last: `close` does not wait for a thread that is dropped
 
 
 class _Worker:

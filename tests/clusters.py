@@ -31,7 +31,8 @@ def ray_environment(**extra: str) -> dict[str, str]:
     modules = [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])]
     commands = [os.path.dirname(sys.executable), *filter(None, [os.environ.get("PATH")])]
     return {**clean, "PYTHONPATH": os.pathsep.join(modules), "PATH": os.pathsep.join(commands),
-            "RAY_AUTH_MODE": "disabled", **extra}
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_raylet_start_wait_time_s": "120", **extra}  # a busy machine
 
 
 def start_ray(command: list[str], environment: Mapping[str, str], cwd: Path | None = None) -> subprocess.Popen:

@@ -67,7 +67,7 @@ def test_a_server_that_comes_back(played):
     played.refusing = 2
     ended, text, said = followed(played)
     assert (ended.code, text) == (3, "a\n")
-    assert len(said) == 2 and "lost (HTTP 503); the run goes on" in said[0] and "again" in said[1]
+    assert len(said) == 2 and "lost (HTTP 503)" in said[0] and "again" in said[1]
 
 
 def test_a_server_that_does_not_come_back(monkeypatch):
