@@ -17,8 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -27,6 +26,7 @@ from ray._private.node import Node
 
 from flowgrpo_ray import log_lines, signals, waiting
 from flowgrpo_ray.errors import ResourceError
+from flowgrpo_ray.ray_token import token_in_file
 
 last_words = ""  # what is lost if this process ends now
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like
@@ -103,9 +103,8 @@ def _give_token() -> str:
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or any(
             os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         return ""
-    with suppress(OSError, RuntimeError):  # no such file, no home
-        if (Path.home() / ".ray" / "auth_token").read_text().strip():
-            return ""
+    if token_in_file():
+        return ""
     token = os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     return token
 

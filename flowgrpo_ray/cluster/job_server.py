@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo_ray import waiting
 from flowgrpo_ray.errors import ConfigError, ResourceError, first_line
+from flowgrpo_ray.ray_token import token_in_file
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -148,11 +149,7 @@ def _token(token_file: str | None) -> str | None:
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
-    try:
-        path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
-        return Path(path).read_text().strip() or None
-    except (OSError, RuntimeError, UnicodeDecodeError):  # no such file, no home
-        return None
+    return token_in_file(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 
 
 def check_versions(server: JobServer) -> None:

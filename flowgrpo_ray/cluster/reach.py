@@ -15,13 +15,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from flowgrpo_ray import signals
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError
+from flowgrpo_ray.ray_token import token_in_file
 from flowgrpo_ray.status import CONTROL_NAMESPACE, CONTROL_PREFIX, RunStatus
 
 CONNECT_S = 15.0
@@ -103,20 +103,13 @@ def _choose(address: str | None, run: str | None = None) -> str:
     elif not here:
         raise ResourceError(f"no Ray node runs on this machine, so it cannot connect to {address}. From outside the cluster "
                             "give the address of the dashboard: --address http://HOST:8265")
-    if "RAY_AUTH_MODE" not in os.environ and _token_of_rays_own_file():
+    if "RAY_AUTH_MODE" not in os.environ and token_in_file():
         os.environ["RAY_AUTH_MODE"] = "token"  # as `ray start` does where there is one; Ray's clients would send none
     token = next((ray.token for ray in here if ray.address == address), None)
     if token and not any(os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     return address
-
-
-def _token_of_rays_own_file() -> bool:
-    try:
-        return bool((Path.home() / ".ray" / "auth_token").read_text().strip())
-    except (OSError, RuntimeError):  # no such file, no home
-        return False
 
 
 @contextmanager
