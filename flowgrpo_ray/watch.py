@@ -202,7 +202,6 @@ class Watch:
     def __init__(self, config: Mapping[str, Any], rows: Iterable[Row] = ()) -> None:
         self.config, self.rows = config, list(rows)
         self._warned = {change.name for change in collapses(self.rows, config)}
-        self._flat = flat_text(self.rows) is not None  # warned of, until a group has a spread again
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -211,9 +210,8 @@ class Watch:
                 self._warned.add(change.name)
                 log.warning("%s", collapse_text(change, self.config))
         text = flat_text(self.rows)
-        if text is not None and not self._flat:
+        if text is not None and flat_text(self.rows[:-1]) is None:
             log.warning("%s", text)
-        self._flat = text is not None
 
 
 def mean(values: Iterable[float]) -> float:
