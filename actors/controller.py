@@ -300,7 +300,8 @@ class Controller:
             self._learner_events[ref] = self._learned
 
     def _learned(self, timing: Row | None) -> None:
-        if timing and self.board is not None:
+        if timing:
+            assert self.board is not None
             self._learner_seconds += timing["seconds"]
             self._learner_peak = max(self._learner_peak, timing["peak_memory"])
             self.board.trained()

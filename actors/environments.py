@@ -45,14 +45,14 @@ def runtime_env(environment: EnvironmentConfig | None, env: dict[str, str], star
     In a foreign Python, PYTHONPATH is our folder and then what `env` says; that of the node is left out, as packages of
     another environment may be on it.
     """
-    if environment is None or not (environment.py_executable or environment.pip):
-        return {"env_vars": env} if env else {}
-    if environment.pip:
+    if environment is not None and environment.pip:
         return {"env_vars": env, "pip": list(environment.pip),
                 "config": {"setup_timeout_seconds": max(1, int(start_timeout_s))}}
+    if environment is None or not environment.py_executable:
+        return {"env_vars": env} if env else {}
     path = os.pathsep.join([str(FOREIGN), *filter(None, [env.get("PYTHONPATH")])])
     # Ray hands the path to a shell.
-    return {"env_vars": env | {"PYTHONPATH": path}, "py_executable": shlex.quote(environment.py_executable or "")}
+    return {"env_vars": env | {"PYTHONPATH": path}, "py_executable": shlex.quote(environment.py_executable)}
 
 
 def start_hint(name: str, environment: EnvironmentConfig) -> str:

@@ -95,8 +95,10 @@ class ActorPool(Members):
                and self._queue[position].kind == tasks[0].kind
                and sum(task.size for task in [*tasks, self._queue[position]]) <= tasks[0].fill):
             tasks.append(self._queue.pop(position))
-        join = tasks[0].join
-        return tasks[0] if join is None or len(tasks) == 1 else join(tasks)
+        if len(tasks) == 1:
+            return tasks[0]
+        assert tasks[0].join is not None
+        return tasks[0].join(tasks)
 
     def _take_over(self, idle: Member) -> None:
         """An idle actor does the call that waits behind another's: a slow actor holds up nothing but the call that it is at.

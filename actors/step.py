@@ -60,8 +60,12 @@ class StepBoard:
 
     def conditionings(self, shard: ShardPlan) -> list[ray.ObjectRef]:
         """Conditioning of each of the shard's groups, in order."""
-        refs = [self._groups[group].conditioning for group in shard.groups]
-        return [ref for ref in refs if ref is not None]  # all are there when a shard is sampled
+        refs = []
+        for group in shard.groups:
+            ref = self._groups[group].conditioning
+            assert ref is not None  # all are there when a shard is sampled
+            refs.append(ref)
+        return refs
 
     def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
         self._trajectories[shard] = trajectory

@@ -239,7 +239,8 @@ def sample(
     out.mkdir(parents=True, exist_ok=True)
     shards = plan_evaluation(config, records)
     cfg = policy.uses_cfg(evaluation_guidance(config))
-    negatives = {str(evaluation_negative(config, shard)) for shard in shards} if cfg else set()
+    negative_of = {shard.shard: evaluation_negative(config, shard) if cfg else None for shard in shards}
+    negatives = {text for text in negative_of.values() if text is not None}
     texts = list(dict.fromkeys([*sorted(negatives), *(records[p].prompt for shard in shards for p in shard.prompts)]))
     encoded = dict(zip(texts, sampler.encode_all([PromptRecord(prompt=text) for text in texts]), strict=True))
     digits, made = len(str(max(len(records) - 1, 99))), []
@@ -247,7 +248,8 @@ def sample(
         request = evaluation_request(config, records, shard, run_id="sample", slot="policy", version=0)
         if sde:
             request = replace(request, window=(0, request.num_steps - 1))
-        negative = encoded[str(evaluation_negative(config, shard))] if cfg else None
+        text = negative_of[shard.shard]
+        negative = encoded[text] if text is not None else None
         latents, _ = sampler.denoise(request, "", negative,
                                      *(encoded[records[p].prompt] for p in shard.prompts))
         images = sampler.decode(latents, shard.height, shard.width)

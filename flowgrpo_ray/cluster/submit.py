@@ -113,11 +113,11 @@ def submit(submission: Submission, server: JobServer, say: Say) -> str:
             say(f"note: {note}")
         job_server.check_versions(server)
         if other := job_server.running(server, submission.run_dir):
-            job_id = str(other.submission_id)
+            theirs = str(other.submission_id)
             raise ConfigError(
-                f"the run {name} in {storage.display(submission.run_dir)} is in use by the job {job_id}, "
-                f"which is {other.status.lower()}. Follow it (`{server.command('logs --follow', job_id)}`), stop "
-                f"it (`{server.command('stop', job_id)}`), or choose another run.name")
+                f"the run {name} in {storage.display(submission.run_dir)} is in use by the job {theirs}, "
+                f"which is {other.status.lower()}. Follow it (`{server.command('logs --follow', theirs)}`), stop "
+                f"it (`{server.command('stop', theirs)}`), or choose another run.name")
         job_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         try:
             server.ask(lambda client: client.submit_job(

@@ -149,8 +149,9 @@ class OcrReward(Reward):
                 use_textline_orientation=False,
                 **common,
             )
+        assert recognition is not None
         return paddleocr.TextRecognition(
-            model_name=ocr_models.model_name(Path(str(recognition)), engine),
+            model_name=ocr_models.model_name(Path(recognition), engine),
             model_dir=str(recognition),
             input_shape=(3, 48, s["width"]) if s["width"] else None,
             **common,
@@ -230,12 +231,15 @@ class OcrReward(Reward):
 
     def _scores(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
         """float32 [n, 2]: score and exact of every image."""
-        rule = self.settings["normalize"]
+        rule, targets = self.settings["normalize"], []
         for prompt in prompts:
             if problem := self._prompt_problem(prompt, self.settings, self._characters):
                 raise RewardError(f"prompt {prompt!r}: {problem}")
+            target = target_text(prompt)
+            assert target is not None  # else there is a problem
+            targets.append(target)
         texts = ["".join(text for text, _ in lines) for lines in self.read(images)]
-        scores = [text_score(text, target_text(prompt) or "", rule) for text, prompt in zip(texts, prompts, strict=True)]
+        scores = [text_score(text, target, rule) for text, target in zip(texts, targets, strict=True)]
         return np.asarray(scores, np.float32).reshape(len(scores), 2)
 
     def read(self, images: np.ndarray) -> list[list[Line]]:
