@@ -32,7 +32,7 @@ Reply = dict[str, Any]
 
 HUNG_S = 30.0  # without an answer to a status, and the actor is made again
 LONGEST_REST_S = 30.0  # between two attempts to make it
-LEAVING_S = 2.0  # that the end of a run waits for clients to hear of it
+LEAVING_S = 5.0  # that the end of a run waits for clients to hear of it
 _POLL_S = 0.1
 _TITLE_S = 0.1  # after a call
 
@@ -47,7 +47,7 @@ class ControlActor:
         self._status, self._pushed = dict(status), time.monotonic()
         self._commands: list[dict[str, Any]] = []
         self._replies: dict[str, list[Reply]] = {}
-        self._waiting = 0  # clients that wait for a reply or for the end
+        self._clients: set[str] = set()  # ids of those that have not said goodbye
         self._ended = False
         self._changed = asyncio.Condition()
 
@@ -75,41 +75,44 @@ class ControlActor:
             self._changed.notify_all()
 
     async def ask(self, id: str, command: str, args: Mapping[str, Any], number: int = 0) -> Reply:
-        """For clients: the reply of this number to a command, when it is there. Asking again does not repeat the command."""
+        """For clients: the reply of this number to a command, when it is there. Asking again does not repeat the command.
+
+        A client that has heard all it wants says `goodbye`: between two replies it does not wait here.
+        """
         async with self._changed:
+            self._clients.add(id)
             if id not in self._replies:
                 self._replies[id] = []
                 self._commands.append({"id": id, "command": command, "args": dict(args)})
                 self._changed.notify_all()
-            await self._wait_for(lambda: len(self._replies[id]) > number)
+            await self._changed.wait_for(lambda: len(self._replies[id]) > number)
             return self._replies[id][number]
 
-    async def ended(self) -> dict[str, Any]:
-        """For clients: the last status of the run, when it has ended."""
+    async def ended(self, id: str) -> dict[str, Any]:
+        """For clients: the last status of the run, when it has ended; then `goodbye`."""
         async with self._changed:
-            await self._wait_for(lambda: self._ended)
+            self._clients.add(id)
+            await self._changed.wait_for(lambda: self._ended)
             return self._status
 
+    async def goodbye(self, id: str) -> None:
+        """For clients: everything that this one waited for has reached it."""
+        async with self._changed:
+            self._clients.discard(id)
+            self._changed.notify_all()
+
     async def close(self, status: Mapping[str, Any]) -> None:
-        """The run has ended; returns when all clients know."""
+        """The run has ended; returns when all clients have heard of it."""
         async with self._changed:
             self._status, self._ended = dict(status), True
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: not self._waiting)
+            await self._changed.wait_for(lambda: not self._clients)
 
     def _show(self) -> None:
         set_title("{run} step {step}/{steps} {phase}".format_map(self._status))
 
     def __repr__(self) -> str:
         return "{run} in {run_dir}".format_map(self._status)
-
-    async def _wait_for(self, what: Callable[[], bool]) -> None:
-        self._waiting += 1
-        try:
-            await self._changed.wait_for(what)
-        finally:
-            self._waiting -= 1
-            self._changed.notify_all()
 
 
 @dataclass

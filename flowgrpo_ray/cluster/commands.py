@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,28 +108,32 @@ def _watch(run: Run, show: Callable[[RunStatus, float], None]) -> None:
     import ray
 
     show(run.status, run.age_s)
-    last, end = run.status, run.actor.ended.remote()
-    while True:
-        deadline = time.monotonic() + WATCH_EVERY_S
-        try:
-            while not ray.wait([end], timeout=0.25)[0]:
-                signals.check()
-                if time.monotonic() >= deadline:
-                    break
-            else:
-                show(RunStatus.from_json(ray.get(end, timeout=5)), 0.0)
-                return
-            tree, age_s = ray.get(run.actor.status.remote(), timeout=10)
-        except ray.exceptions.RayActorError:
+    client = uuid.uuid4().hex
+    last, end = run.status, run.actor.ended.remote(client)
+    try:
+        while True:
+            deadline = time.monotonic() + WATCH_EVERY_S
             try:
-                run = reach.find(last.run_id)
-            except GoneError:
-                show(RunStatus.from_json({**last.to_json(), "phase": "ended", "waiting_for": "the run is gone"}), 0.0)
-                return
-            end = run.actor.ended.remote()
-            continue
-        last = RunStatus.from_json(tree)
-        show(last, age_s)
+                while not ray.wait([end], timeout=0.25)[0]:
+                    signals.check()
+                    if time.monotonic() >= deadline:
+                        break
+                else:
+                    show(RunStatus.from_json(ray.get(end, timeout=5)), 0.0)
+                    return
+                tree, age_s = ray.get(run.actor.status.remote(), timeout=10)
+            except ray.exceptions.RayActorError:
+                try:
+                    run = reach.find(last.run_id)
+                except GoneError:
+                    show(RunStatus.from_json({**last.to_json(), "phase": "ended", "waiting_for": "the run is gone"}), 0.0)
+                    return
+                end = run.actor.ended.remote(client)
+                continue
+            last = RunStatus.from_json(tree)
+            show(last, age_s)
+    finally:
+        reach.goodbye(run.actor, client)
 
 
 def _watch_screen(run: Run) -> None:

@@ -228,25 +228,37 @@ def ask(run: Run, command: str, args: dict[str, Any], say: Callable[[str], None]
     """
     import ray
 
-    id, number, actor = uuid.uuid4().hex, 0, run.actor
+    number, actor = 0, run.actor
     asked = time.monotonic()
-    ref = actor.ask.remote(id, command, args, number)
-    while True:
-        signals.check()
-        if not ray.wait([ref], timeout=_POLL_S)[0]:
-            if number == 0 and time.monotonic() - asked > REPLY_S:
-                raise FlowGrpoError(
-                    f"the driver of {run.status.run} has not taken the command within {REPLY_S:g} s: it may be busy with its "
-                    f"storage (phase {run.status.phase}); the command stands, and is carried out when the driver is free")
-            continue
-        try:
-            reply = ray.get(ref, timeout=_STATUS_S)
-        except ray.exceptions.RayActorError:
-            actor = find(run.status.run_id).actor
-            ref = actor.ask.remote(id, command, args, number)
-            continue
-        say(reply["text"])
-        if reply["final"]:
-            return reply["code"]
-        number += 1
-        ref = actor.ask.remote(id, command, args, number)
+    client = uuid.uuid4().hex
+    ref = actor.ask.remote(client, command, args, number)
+    try:
+        while True:
+            signals.check()
+            if not ray.wait([ref], timeout=_POLL_S)[0]:
+                if number == 0 and time.monotonic() - asked > REPLY_S:
+                    raise FlowGrpoError(
+                        f"the driver of {run.status.run} has not taken the command within {REPLY_S:g} s: it may be busy with "
+                        f"its storage (phase {run.status.phase}); the command stands, and is carried out when the driver is "
+                        "free")
+                continue
+            try:
+                reply = ray.get(ref, timeout=_STATUS_S)
+            except ray.exceptions.RayActorError:
+                actor = find(run.status.run_id).actor
+                ref = actor.ask.remote(client, command, args, number)
+                continue
+            say(reply["text"])
+            if reply["final"]:
+                return reply["code"]
+            number += 1
+            ref = actor.ask.remote(client, command, args, number)
+    finally:
+        goodbye(actor, client)
+
+
+def goodbye(actor: Any, client: str) -> None:
+    """Tell a control actor that this client waits for nothing more: at its end a run waits for those that do."""
+    import ray
+
+    ray.wait([actor.goodbye.remote(client)], timeout=_STATUS_S)

@@ -54,10 +54,32 @@ def test_the_status_has_an_age_and_the_end_of_a_run_waits_for_its_clients():
         await actor.push({"step": 1})
         status, age = await actor.status()
         assert status == {"step": 1} and 0 <= age < 60
-        watching = asyncio.ensure_future(actor.ended())
+        watching = asyncio.ensure_future(actor.ended("w"))
         await asyncio.sleep(0)
-        await actor.close({"step": 2})
-        assert watching.done() and await watching == {"step": 2}
+        closing = asyncio.ensure_future(actor.close({"step": 2}))
+        assert await watching == {"step": 2}
+        await asyncio.sleep(0)
+        assert not closing.done(), "an answer that is on its way has not arrived"
+        await actor.goodbye("w")
+        await closing
+
+    asyncio.run(play())
+
+
+def test_the_end_of_a_run_waits_for_a_client_that_is_between_two_replies():
+    async def play():
+        actor = ControlActor({"step": 0})
+        client = asyncio.ensure_future(actor.ask("a", "stop", {}))
+        await actor.take()
+        await actor.answer("a", [reply("soon", final=False)])
+        assert (await client)["text"] == "soon"
+        await actor.answer("a", [reply("soon", final=False), reply("done")])
+        closing = asyncio.ensure_future(actor.close({"step": 2}))
+        await asyncio.sleep(0)
+        assert not closing.done()
+        assert (await actor.ask("a", "stop", {}, 1))["text"] == "done"
+        await actor.goodbye("a")
+        await closing
 
     asyncio.run(play())
 
