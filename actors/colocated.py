@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from actors.learner import LearnerActor
 from actors.rollout import SamplingMethods
-from flowgrpo_ray.checkpoint import FileEntry
-from flowgrpo_ray.plan import StepPlan
-from flowgrpo_ray.trajectory import SyncReply
+from flowgrpo_ray.data.plan import StepPlan
+from flowgrpo_ray.data.trajectory import SyncReply
+from flowgrpo_ray.run_dir.checkpoint import FileEntry
 
 
 class ColocatedActor(SamplingMethods, LearnerActor):

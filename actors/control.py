@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.process import set_title
 from flowgrpo_ray.errors import first_line
-from flowgrpo_ray.status import CONTROL_NAMESPACE, CONTROL_PREFIX
+from flowgrpo_ray.views.status import CONTROL_NAMESPACE, CONTROL_PREFIX
 
 log = logging.getLogger(__name__)
 

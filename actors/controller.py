@@ -28,18 +28,19 @@ from actors.scoring import Scoring
 from actors.status import Activity, during, run_status, waiting_reason
 from actors.step import StepBoard
 from actors.sync import Published, agreed, verify
-from flowgrpo_ray import log_lines, startup, storage
+from flowgrpo_ray import startup, storage
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import EnvironmentConfig
+from flowgrpo_ray.data.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step, training_negative
+from flowgrpo_ray.data.trajectory import SampleMeta
 from flowgrpo_ray.errors import FlowGrpoError, SyncError
-from flowgrpo_ray.exporter import Exporter, Sink
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step, training_negative
 from flowgrpo_ray.preflight import Inputs, scope_of
-from flowgrpo_ray.recorder import Recorder, step_row, updates_row
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.run_dir.recorder import Recorder, step_row, updates_row
 from flowgrpo_ray.sampling.requests import evaluation_negative, sample_request
-from flowgrpo_ray.sections import EnvironmentConfig
 from flowgrpo_ray.signals import StopRequested
-from flowgrpo_ray.trajectory import SampleMeta
+from flowgrpo_ray.views import log_lines
+from flowgrpo_ray.views.exporter import Exporter, Sink
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import RuntimeEnvSetupError
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import EnvironmentConfig, PoolConfig
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 log = logging.getLogger(__name__)
 

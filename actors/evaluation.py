@@ -14,11 +14,11 @@ import ray
 from actors.sampling import Sampling
 from actors.scoring import Scoring, ShardScores
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.plan import EvalShard, noise_seed, plan_evaluation
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.samples import GridImage
+from flowgrpo_ray.data.plan import EvalShard, noise_seed, plan_evaluation
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import SampleMeta, SampleRequest
+from flowgrpo_ray.run_dir.sample_table import GridImage
 from flowgrpo_ray.sampling.requests import evaluation_keys, evaluation_negative, evaluation_request
-from flowgrpo_ray.trajectory import SampleMeta, SampleRequest
 
 log = logging.getLogger(__name__)
 

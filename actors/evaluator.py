@@ -12,13 +12,13 @@ from actors.controller import Controller, Observer
 from actors.names import ActorNames
 from actors.rollout import RolloutActor
 from actors.sync import Published
-from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.metrics import Row
 from flowgrpo_ray.preflight import Inputs, scope_of
-from flowgrpo_ray.samples import GridImage, png_grid
-from flowgrpo_ray.status import PoolStatus
-from flowgrpo_ray.trajectory import Arrays
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.run_dir.sample_table import GridImage, png_grid
+from flowgrpo_ray.views.status import PoolStatus
 
 if TYPE_CHECKING:
     from flowgrpo_ray.policies.lora import LoraSettings

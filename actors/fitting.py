@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.names import PREFIX
-from flowgrpo_ray.sections import PoolConfig
+from flowgrpo_ray.config.schema import PoolConfig
 
 _SHOWN = 8  # nodes or runs that a message lists
 _SET = re.compile(r"in\((.*)\)")

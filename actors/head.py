@@ -24,9 +24,10 @@ import psutil
 import ray
 from ray._private.node import Node
 
-from flowgrpo_ray import log_lines, signals, waiting
+from flowgrpo_ray import signals, waiting
 from flowgrpo_ray.errors import ResourceError
 from flowgrpo_ray.ray_token import token_in_file
+from flowgrpo_ray.views import log_lines
 
 last_words = ""  # what is lost if this process ends now
 _processes: list[psutil.Process] = []  # the head's: gcs_server, raylet, the log monitor and the like

@@ -16,10 +16,10 @@ import ray
 from actors import head
 from actors.learner import LearnerGroup
 from flowgrpo_ray import signals, storage
-from flowgrpo_ray.checkpoint import TOKEN, CheckpointInfo, FileEntry
 from flowgrpo_ray.errors import FlowGrpoError, described
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.recorder import Recorder
+from flowgrpo_ray.run_dir.checkpoint import TOKEN, CheckpointInfo, FileEntry
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.run_dir.recorder import Recorder
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,16 @@ from actors.dispatch import EVENTS
 from actors.names import ActorNames
 from actors.placement import actor_options, place_learners
 from actors.process import Process, Shown
-from flowgrpo_ray import shared_dir, signals, startup, waiting
-from flowgrpo_ray.checkpoint import FileEntry
-from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray import signals, startup, waiting
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.plan import RankShard, StepPlan
+from flowgrpo_ray.data.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
 from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, first_line
-from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import load_policy, policy_class
 from flowgrpo_ray.policies.source import find
-from flowgrpo_ray.status import PoolStatus
-from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
+from flowgrpo_ray.run_dir import shared_dir
+from flowgrpo_ray.run_dir.checkpoint import FileEntry
+from flowgrpo_ray.views.status import PoolStatus
 
 if TYPE_CHECKING:
     from flowgrpo_ray.learning.learner import Learner

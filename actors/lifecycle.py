@@ -17,7 +17,7 @@ from actors.dispatch import EVENTS, Checked, Member, Task, serving
 from actors.environments import setup_reason
 from actors.tracebacks import summary
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError, SyncError, message_of
-from flowgrpo_ray.status import PoolStatus
+from flowgrpo_ray.views.status import PoolStatus
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError
 
 from actors.process import Process
 from flowgrpo_ray.errors import counted, first_line, message_of
-from flowgrpo_ray.status import PoolStatus
+from flowgrpo_ray.views.status import PoolStatus
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from actors.environments import runtime_env
 from actors.fitting import Node, holders, impossible, lacking, scattered
 from flowgrpo_ray import signals
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import EnvironmentConfig, PoolConfig
 from flowgrpo_ray.errors import ResourceError, counted
-from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 log = logging.getLogger(__name__)
 

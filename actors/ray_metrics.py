@@ -7,8 +7,8 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from flowgrpo_ray.exporter import Labels
-from flowgrpo_ray.metrics import Metric
+from flowgrpo_ray.run_dir.metrics import Metric
+from flowgrpo_ray.views.exporter import Labels
 
 
 class RayMetrics:

@@ -8,10 +8,10 @@ import numpy as np
 
 from actors.process import Process, Shown
 from flowgrpo_ray import startup
-from flowgrpo_ray.config import from_tree
+from flowgrpo_ray.config.load import from_tree
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, EncodeMeta, SampleMeta, SampleRequest, SyncReply, Trajectory
 from flowgrpo_ray.policies import load_policy
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import Arrays, EncodeMeta, SampleMeta, SampleRequest, SyncReply, Trajectory
 
 if TYPE_CHECKING:
     from flowgrpo_ray.sampling.sampler import Sampler

@@ -21,16 +21,17 @@ from actors.placement import asked, crowding, shared_env
 from actors.ray_errors import cannot_connect, cannot_start
 from actors.ray_metrics import RayMetrics
 from actors.tracebacks import kept
-from flowgrpo_ray import startup, storage, trackers, waiting
+from flowgrpo_ray import startup, storage, waiting
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import padding_note
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import Problems, counted
-from flowgrpo_ray.exporter import served
-from flowgrpo_ray.inputs import identify, pin_model
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.plan import padding_note
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.recorder import Recorder
-from flowgrpo_ray.trajectory import Arrays
+from flowgrpo_ray.run_dir import trackers
+from flowgrpo_ray.run_dir.inputs import identify, pin_model
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.run_dir.recorder import Recorder
+from flowgrpo_ray.views.exporter import served
 
 if TYPE_CHECKING:
     from flowgrpo_ray.policies.lora import LoraSettings

@@ -15,10 +15,10 @@ from actors.pool import ActorPool
 from actors.tracebacks import summary
 from flowgrpo_ray import startup
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import EncodeMeta, SampleMeta, SampleRequest
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, SyncError, counted, first_line
 from flowgrpo_ray.policies.source import CFG_FAMILIES
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta, SampleRequest
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from actors.fitting import lacking
 from actors.placement import named_pools
 from actors.pool import ActorPool
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import PoolConfig
 from flowgrpo_ray.errors import ConfigError, counted, nearest
-from flowgrpo_ray.sections import PoolConfig
 
 MAX_ACTORS = 1024  # of a pool: what is above is a slip of the finger, and each is an actor that Ray has to keep
 

@@ -17,9 +17,9 @@ from actors.dispatch import ActorKilledError, NoActorError, Task
 from actors.pool import ActorPool
 from actors.reward import PLACE
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted, described
 from flowgrpo_ray.preflight import known_class
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards.base import batch_size_of
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowgrpo_ray import storage
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.status import RunStatus, seconds_left
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.views.status import RunStatus, seconds_left
 
 if TYPE_CHECKING:
     from actors.controller import Controller

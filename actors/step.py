@@ -10,9 +10,9 @@ import ray
 
 from actors.scoring import ShardScores
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import RankShard, ShardPlan, StepPlan, micro_steps
+from flowgrpo_ray.data.trajectory import GroupScores
 from flowgrpo_ray.learning.advantages import needs_whole_step
-from flowgrpo_ray.plan import RankShard, ShardPlan, StepPlan, micro_steps
-from flowgrpo_ray.trajectory import GroupScores
 
 
 @dataclass

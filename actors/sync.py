@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import ray
 
+from flowgrpo_ray.data.trajectory import ExportInfo, SyncReply
 from flowgrpo_ray.errors import SyncError, counted
-from flowgrpo_ray.trajectory import ExportInfo, SyncReply
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,18 @@ from benchmarks.measure import (
 )
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step, training_negative
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step, training_negative
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import get
 from flowgrpo_ray.rewards.base import Reward, validated
 from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
 
 RUN_ID = "benchmark"
 PHASES = ("encode", "denoise", "decode", "score", "train", "publish")

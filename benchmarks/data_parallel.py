@@ -26,15 +26,15 @@ from torch import multiprocessing
 from benchmarks.baseline import PHASES, Scored, Sequential
 from benchmarks.measure import configuration, machine, parser, print_machine, print_table, run_main, shown, spread
 from flowgrpo_ray import device as devices
-from flowgrpo_ray.config import Config, divisors, from_tree
+from flowgrpo_ray.config.load import Config, divisors, from_tree
+from flowgrpo_ray.data.plan import ShardPlan, StepPlan
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import SampleRequest
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.learning import parallel
-from flowgrpo_ray.plan import ShardPlan, StepPlan
 from flowgrpo_ray.policies import load_policy
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import get
-from flowgrpo_ray.trajectory import SampleRequest
 
 
 def spread_over(plan: StepPlan, group_size: int, processes: int) -> StepPlan:

@@ -31,16 +31,16 @@ from benchmarks.learner import random_scores
 from benchmarks.measure import DEMO, ROOT, device_of, machine, parser, print_machine, print_table, run_main
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config, load
+from flowgrpo_ray.data.plan import StepPlan, micro_steps, plan_step
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import StepPlan, micro_steps, plan_step
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy, decode_batch
 from flowgrpo_ray.policies.slots import AdapterSlots
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays
 
 GIB = 2**30
 MODELS = (*SPECS, "tiny")

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from flowgrpo_ray.data.trajectory import Arrays, to_wire
 from flowgrpo_ray.errors import ConfigError, nearest
 from flowgrpo_ray.policies.base import Policy
-from flowgrpo_ray.trajectory import Arrays, to_wire
 
 _VAE: dict[str, Any] = dict(
     in_channels=3, out_channels=3, down_block_types=("DownEncoderBlock2D",) * 4,

@@ -24,14 +24,14 @@ from benchmarks.gpu_check import GIB, RECORDS, Work, build, items, sample
 from benchmarks.gpu_models import perturbed
 from benchmarks.learner import random_scores
 from flowgrpo_ray import device as devices
-from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.plan import StepPlan, plan_step
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.learning import parallel
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import StepPlan, plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
-from flowgrpo_ray.trajectory import Arrays
 
 SHARDINGS = ("none", "full")
 # Of a gradient tensor's norm. Half precision: the backward pass of attention adds up in no fixed order on a GPU.

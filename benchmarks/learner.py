@@ -33,19 +33,19 @@ from benchmarks.measure import (
     take_turns,
 )
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import StepPlan, micro_steps, plan_step, training_negative
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, GroupScores, from_wire
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.learning.advantages import step_advantages
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import StepPlan, micro_steps, plan_step, training_negative
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.lora import LoraSettings
 from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import Arrays, GroupScores, from_wire
 
 
 def check_supported(config: Config) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import ROOT, machine, print_machine, print_table, run_main
-from flowgrpo_ray.cli_rewards import options_by_reward
+from flowgrpo_ray.cli.rewards import options_by_reward
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, nearest
 
 WORDS = ("RED", "OPEN", "WALK", "NORTH", "MOON", "CHAIR", "LEMON", "STORM")

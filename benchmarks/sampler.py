@@ -33,15 +33,15 @@ from benchmarks.measure import (
     spread,
     take_turns,
 )
-from flowgrpo_ray.config import Config, from_tree
-from flowgrpo_ray.plan import plan_step, training_negative
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.plan import plan_step, training_negative
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, SampleRequest, from_wire
 from flowgrpo_ray.policies import load_policy, lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.requests import sample_request
 from flowgrpo_ray.sampling.sampler import Sampler, step_noise
-from flowgrpo_ray.trajectory import Arrays, SampleRequest, from_wire
 
 
 class Stock:

@@ -36,14 +36,14 @@ from actors.scoring import Scoring
 from actors.step import StepBoard
 from benchmarks.measure import configuration, cores, machine, parser, print_machine, print_table, run_main, shown, spread
 from benchmarks.whole_step import only_steps
-from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.plan import StepPlan
+from flowgrpo_ray.data.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.live import PlainView
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.plan import StepPlan
-from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import get
+from flowgrpo_ray.run_dir.metrics import Row
 from flowgrpo_ray.tiny.drawing import LONGEST, neat
+from flowgrpo_ray.views.live import PlainView
 
 
 def drawn_images(config: Config, shards: int) -> tuple[list[np.ndarray], list[list[PromptRecord]]]:

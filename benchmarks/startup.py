@@ -35,7 +35,7 @@ logging.getLogger("flowgrpo_ray.startup").setLevel(logging.DEBUG)
 handler = logging.StreamHandler(sys.stderr)
 handler.setFormatter(logging.Formatter("mark: %(message)s"))
 logging.getLogger("flowgrpo_ray.startup").addHandler(handler)
-from flowgrpo_ray.cli import main
+from flowgrpo_ray.cli.main import main
 sys.argv[0] = "flowgrpo-ray"
 main()
 """

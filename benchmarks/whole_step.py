@@ -58,11 +58,11 @@ from benchmarks.measure import (
     split_words,
     spread,
 )
-from flowgrpo_ray.config import Config, from_tree, load, to_yaml
+from flowgrpo_ray.config.load import Config, from_tree, load, to_yaml
+from flowgrpo_ray.data.plan import StepPlan
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.live import LiveView, PlainView
-from flowgrpo_ray.metrics import Row
-from flowgrpo_ray.plan import StepPlan
+from flowgrpo_ray.run_dir.metrics import Row
+from flowgrpo_ray.views.live import LiveView, PlainView
 
 DRIVER_TARGET, BUSY_TARGET = 0.15, 0.80
 PARTS = {"RolloutActor": "sampling", "LearnerActor": "training", "ColocatedActor": "sampling and training",

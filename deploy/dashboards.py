@@ -255,7 +255,7 @@ DASHBOARDS = {
                        (_RUNS, _CLUSTER)),
 }
 
-# What expressions take from Ray and from Prometheus itself; all else is of flowgrpo_ray.metrics.
+# What expressions take from Ray and from Prometheus itself; all else is of flowgrpo_ray.run_dir.metrics.
 RAY_METRICS = ("ray_object_store_memory", "ray_node_mem_used", "ray_node_mem_total", "ray_node_disk_utilization_percentage",
                "ray_node_cpu_utilization", "ray_node_cpu_count", "ray_resources")
 RAY_GPU_METRICS = ("ray_node_gpus_utilization",)

@@ -10,6 +10,9 @@ from typing import Any
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import RewardConfig
+from flowgrpo_ray.data.prompt_lengths import Span, check_lengths
+from flowgrpo_ray.data.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.errors import ConfigError, Problems, counted
 from flowgrpo_ray.policies import check_adapter, check_model
 from flowgrpo_ray.policies.source import (
@@ -21,13 +24,10 @@ from flowgrpo_ray.policies.source import (
     vae_scale_factor,
 )
 from flowgrpo_ray.policies.text import PromptReader
-from flowgrpo_ray.prompt_lengths import Span, check_lengths
-from flowgrpo_ray.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.rewards import Reward, option_problems, reward_class
 from flowgrpo_ray.rewards.base import prompt_problem, settings_of
 from flowgrpo_ray.rewards.registry import video_problem
 from flowgrpo_ray.sampling.requests import evaluation_guidance
-from flowgrpo_ray.sections import RewardConfig
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ def ray_cluster():
 
     folder = tempfile.mkdtemp(prefix="fgr", dir="/tmp")
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [os.path.dirname(os.path.abspath(__file__)), *filter(None, [os.environ.get("PYTHONPATH")])])
+        [os.path.join(os.path.dirname(os.path.abspath(__file__)), "support"), *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(num_cpus=16, include_dashboard=False, _temp_dir=folder, log_to_driver=False, namespace=os.path.basename(folder))
     yield ray
     ray.shutdown()

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from flowgrpo_ray.cli import app
+from flowgrpo_ray.cli.main import app
 from flowgrpo_ray.config import load
 from flowgrpo_ray.rewards import get, known_rewards, validated
 

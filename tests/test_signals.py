@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from flowgrpo_ray import signals
-from flowgrpo_ray.cli import _Group
+from flowgrpo_ray.cli.main import _Group
 from flowgrpo_ray.errors import FlowGrpoError
 
 PREPARE = "import os, signal, sys\nfrom flowgrpo_ray import signals\nsignals.install()\nme = os.getpid()\n"

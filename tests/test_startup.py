@@ -17,7 +17,7 @@ from flowgrpo_ray import startup
 
 CHECKED = """
 import sys
-import flowgrpo_ray.cli, actors.run
+import flowgrpo_ray.cli.main, actors.run
 from flowgrpo_ray.config import load
 from flowgrpo_ray.preflight import check
 check(load({config!r}))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_ray import checkpoint, storage
+from flowgrpo_ray import storage
+from flowgrpo_ray.run_dir import checkpoint
 
 
 @pytest.fixture(autouse=True)

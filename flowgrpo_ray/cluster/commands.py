@@ -14,7 +14,7 @@ from flowgrpo_ray.cluster import reach
 from flowgrpo_ray.cluster.reach import GoneError, Run
 from flowgrpo_ray.cluster.show import runs_text, status_text
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.status import RunStatus
+from flowgrpo_ray.views.status import RunStatus
 
 Say = Callable[[str], None]
 

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from flowgrpo_ray import hub, waiting
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.errors import ConfigError, DeadlineError
 from flowgrpo_ray.policies import find, policy_class
 from flowgrpo_ray.policies.source import INDEX_NAME
 from flowgrpo_ray.rewards.base import HubSource, settings_of
-from flowgrpo_ray.sections import ModelConfig
 
 log = logging.getLogger(__name__)
 

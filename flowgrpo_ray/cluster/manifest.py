@@ -18,10 +18,10 @@ import yaml
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.cluster.sizes import object_store, step_bytes
-from flowgrpo_ray.config import Config, to_yaml
+from flowgrpo_ray.config.load import Config, to_yaml
+from flowgrpo_ray.config.paths import paths_of
+from flowgrpo_ray.config.schema import PoolConfig
 from flowgrpo_ray.errors import ConfigError, counted, nearest
-from flowgrpo_ray.paths import paths_of
-from flowgrpo_ray.sections import PoolConfig
 
 Tree = dict[str, Any]
 GPU = "nvidia.com/gpu"

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowgrpo_ray.cluster.own_code import NOT_CODE, OURS, is_installed, own_code
-from flowgrpo_ray.config import Config, to_yaml
+from flowgrpo_ray.config.load import Config, to_yaml
+from flowgrpo_ray.config.paths import paths_of
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.paths import paths_of
 from flowgrpo_ray.provenance import COMMIT_FILE, commit
 
 LARGEST = 50 * 2**20  # bytes of the archive

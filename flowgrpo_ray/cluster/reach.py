@@ -22,7 +22,7 @@ import psutil
 from flowgrpo_ray import signals
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError
 from flowgrpo_ray.ray_token import token_in_file
-from flowgrpo_ray.status import CONTROL_NAMESPACE, CONTROL_PREFIX, RunStatus
+from flowgrpo_ray.views.status import CONTROL_NAMESPACE, CONTROL_PREFIX, RunStatus
 
 CONNECT_S = 15.0
 FIND_S = 8.0  # that a control actor which is made again takes at most, in all but the worst case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from flowgrpo_ray.status import PoolStatus, RunStatus, duration
+from flowgrpo_ray.views.status import PoolStatus, RunStatus, duration
 
 OLD_S = 5.0  # from which the age of a status is worth a word
 

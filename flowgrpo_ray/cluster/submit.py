@@ -18,8 +18,8 @@ from flowgrpo_ray.cluster.follow import Ended, follow
 from flowgrpo_ray.cluster.job_server import JobServer
 from flowgrpo_ray.cluster.package import Package
 from flowgrpo_ray.config import Config, load
+from flowgrpo_ray.config.paths import check_run_dir
 from flowgrpo_ray.errors import ConfigError, HubError, ResourceError, counted, first_line
-from flowgrpo_ray.paths import check_run_dir
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.provenance import commit
 

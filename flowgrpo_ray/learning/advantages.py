@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.config.schema import AdvantageConfig
+from flowgrpo_ray.data.plan import noise_seed
+from flowgrpo_ray.data.trajectory import GroupScores
 from flowgrpo_ray.errors import ConfigError, nearest
-from flowgrpo_ray.plan import noise_seed
-from flowgrpo_ray.sections import AdvantageConfig
-from flowgrpo_ray.trajectory import GroupScores
 
 STDS = ("group", "global", "none")
 COMBINATIONS = ("sum", "gdpo")

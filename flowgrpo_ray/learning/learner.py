@@ -15,19 +15,19 @@ import torch
 
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import RankShard, StepPlan
+from flowgrpo_ray.data.trajectory import Arrays, ExportInfo, GroupScores, Trajectory, from_wire
 from flowgrpo_ray.errors import CheckpointError, FlowGrpoError, RatioError
 from flowgrpo_ray.learning import losses, parallel
 from flowgrpo_ray.learning.advantages import History, needs_whole_step, step_advantages
 from flowgrpo_ray.learning.diagnostics import Diagnostics
 from flowgrpo_ray.learning.ema import Ema
 from flowgrpo_ray.learning.loss_scale import LossScale
-from flowgrpo_ray.plan import RankShard, StepPlan
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import changed_tensors
 from flowgrpo_ray.sampling.kernels import Transition
 from flowgrpo_ray.sampling.sampler import build_conditioning, kernel_of, step_noise, transition_at
-from flowgrpo_ray.trajectory import Arrays, ExportInfo, GroupScores, Trajectory, from_wire
 
 
 class Learner:

@@ -6,9 +6,9 @@ import json
 import tempfile
 from typing import Any
 
-from flowgrpo_ray import checkpoint
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.policies.lora import LoraSettings, save_adapter
-from flowgrpo_ray.trajectory import Arrays
+from flowgrpo_ray.run_dir import checkpoint
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 

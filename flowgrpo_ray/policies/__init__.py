@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+from flowgrpo_ray.config.schema import LoraSection, ModelConfig
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.source import ModelSource, check_model, component_config, find
-from flowgrpo_ray.sections import LoraSection, ModelConfig
 
 if TYPE_CHECKING:
     import torch

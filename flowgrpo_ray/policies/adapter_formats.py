@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_ray.checkpoint import tensors_to_bytes
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.lora import METADATA_KEY, LoraSettings
-from flowgrpo_ray.trajectory import Arrays
+from flowgrpo_ray.run_dir.checkpoint import tensors_to_bytes
 
 FORMATS = ("diffusers", "comfyui", "kohya")
 

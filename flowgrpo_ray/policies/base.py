@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_ray import waiting
+from flowgrpo_ray.config.schema import ModelConfig
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import to_wire
 from flowgrpo_ray.errors import ConfigError, DeadlineError
 from flowgrpo_ray.policies.source import ModelSource, find, uses_cfg, vae_scale_factor
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.sections import ModelConfig
-from flowgrpo_ray.trajectory import to_wire
 
 ATTENTION = "native"  # of diffusers' backends
 # One image of 1024 x 1024, four of 512 x 512: about 3 GiB in the VAE of SD3.5 and FLUX.

@@ -8,9 +8,9 @@ from diffusers import FluxPipeline
 from torch import Tensor
 
 from flowgrpo_ray.policies.base import Conditioning, Policy
+from flowgrpo_ray.policies.sigmas import sigma_table
 from flowgrpo_ray.policies.source import check_size
 from flowgrpo_ray.policies.text import SEQUENCE_LENGTH
-from flowgrpo_ray.sampling.schedule import sigma_table
 
 PACK = 2  # a token is a 2 x 2 patch of latent cells
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from flowgrpo_ray.config.schema import LoraSection
 from flowgrpo_ray.errors import ConfigError, SyncError, nearest
-from flowgrpo_ray.sections import LoraSection
 
 if TYPE_CHECKING:
     from flowgrpo_ray.policies.base import Policy

@@ -7,11 +7,11 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.policies.base import Conditioning, Policy
+from flowgrpo_ray.policies.sigmas import sigma_table
 from flowgrpo_ray.policies.source import ModelSource, check_size
 from flowgrpo_ray.policies.text import SEQUENCE_LENGTH
-from flowgrpo_ray.sampling.schedule import sigma_table
-from flowgrpo_ray.sections import ModelConfig
 
 T5 = ("text_encoder_3", "tokenizer_3")
 

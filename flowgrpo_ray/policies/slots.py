@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowgrpo_ray.data.trajectory import Arrays, SyncReply
 from flowgrpo_ray.errors import SyncError
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
-from flowgrpo_ray.trajectory import Arrays, SyncReply
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_ray import hub, waiting
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.errors import ConfigError, DeadlineError, first_line, nearest
-from flowgrpo_ray.sections import ModelConfig
 
 PIPELINE_FAMILIES = {"StableDiffusion3Pipeline": "sd3", "FluxPipeline": "flux"}
 CFG_FAMILIES = ("sd3",)  # of the others guidance is an input of the model

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flowgrpo_ray import waiting
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.errors import ConfigError, DeadlineError, counted, described
 from flowgrpo_ray.policies.source import LONGEST_SEQUENCE, ModelSource, component_config
-from flowgrpo_ray.sections import ModelConfig
 
 SEQUENCE_LENGTH = {"sd3": 256, "flux": 512}  # tokens of T5, unless model.max_sequence_length says otherwise
 

@@ -16,7 +16,7 @@ from flowgrpo_ray.errors import ConfigError, FlowGrpoError, counted, described, 
 from flowgrpo_ray.signals import by_signal
 
 if TYPE_CHECKING:
-    from flowgrpo_ray.prompts import PromptRecord
+    from flowgrpo_ray.data.prompts import PromptRecord
 
 PINNED = ("model", "checkpoint", "detector")  # options that option `revision` is of
 LARGEST = 1e12  # of a score's absolute value: squares and sums of scores stay far from overflow

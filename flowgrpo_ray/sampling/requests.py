@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.plan import EvalShard, ShardPlan, StepPlan
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import SampleRequest
+from flowgrpo_ray.data.plan import EvalShard, ShardPlan, StepPlan
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import SampleRequest
 
 
 def sample_request(config: Config, run_id: str, plan: StepPlan, shard: ShardPlan) -> SampleRequest:

@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import noise_seed
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, SampleMeta, SampleRequest, Trajectory, from_wire, to_wire
 from flowgrpo_ray.device import Stopwatch, peak_memory_bytes
-from flowgrpo_ray.plan import noise_seed
 from flowgrpo_ray.policies.base import Conditioning, Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.kernels import Kernel, Transition, get_kernel
 from flowgrpo_ray.sampling.noise import draw
-from flowgrpo_ray.trajectory import Arrays, SampleMeta, SampleRequest, Trajectory, from_wire, to_wire
 
 ODE = get_kernel("ode", noise_level=0.0)
 

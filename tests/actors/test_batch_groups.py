@@ -13,10 +13,10 @@ from scoring_bench import Bench, config_of, random_images
 
 from actors.scoring import ShardScores
 from actors.step import StepBoard
-from flowgrpo_ray.metrics import deterministic
-from flowgrpo_ray.plan import plan_step
+from flowgrpo_ray.data.plan import plan_step
 from flowgrpo_ray.preflight import check
 from flowgrpo_ray.rewards import get
+from flowgrpo_ray.run_dir.metrics import deterministic
 
 PROMPTS = [{"prompt": f'the word "{word}"'} for word in ("CAT", "OWL", "FOX", "BEE", "ANT", "COW", "EMU")]
 PROMPTS[2]["negative_prompt"] = "a scribble"

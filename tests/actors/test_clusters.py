@@ -12,7 +12,7 @@ from clusters import Nodes, cluster
 from runs import SMALL, run, small_config
 
 from flowgrpo_ray.errors import ResourceError
-from flowgrpo_ray.metrics import read_metrics
+from flowgrpo_ray.run_dir.metrics import read_metrics
 
 GROWING = {"pools.autoscaling": True, "pools.rollout.num_cpus": 2, "pools.start_timeout_s": 120.0}
 

@@ -17,9 +17,9 @@ from actors.commands import Commands
 from actors.control import Control, ControlActor, Request
 from actors.last_step import LastStep, Saved
 from actors.status import Activity
-from flowgrpo_ray.checkpoint import latest
 from flowgrpo_ray.cluster import commands, reach
 from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.run_dir.checkpoint import latest
 from flowgrpo_ray.signals import StopRequested
 
 # The actor ------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from actors.pool import ActorPool
 from actors.process import Process
 from actors.sampling import MAX_PROMPTS, Sampling
 from flowgrpo_ray.config import load
+from flowgrpo_ray.data.plan import plan_evaluation
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import EncodeMeta, SampleMeta
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.plan import plan_evaluation
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta
 
 SIZE = 100  # bytes of a conditioning
 RECORDS = [PromptRecord(f"prompt {number}") for number in range(10)]

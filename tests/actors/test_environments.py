@@ -24,8 +24,8 @@ from actors.placement import actor_options
 from actors.pool import ActorPool
 from actors.reward import RewardActor
 from flowgrpo_ray.config import load
+from flowgrpo_ray.config.schema import EnvironmentConfig, PoolConfig
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError, ResourceError
-from flowgrpo_ray.sections import EnvironmentConfig, PoolConfig
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -113,7 +113,7 @@ def test_an_error_that_only_the_other_python_knows(ray_cluster, python):
 
 
 def test_modules_of_ones_own_can_be_put_on_its_path(ray_cluster, python):
-    own = str(Path(__file__).parents[1])
+    own = str(Path(__file__).parents[1] / "support")
     with Pool({"py_executable": python}, "own_rewards:brightness", env={"PYTHONPATH": own}) as pool:
         assert len(pool.score(images())) == 3
 

@@ -7,8 +7,8 @@ from actors.evaluation import Evaluation
 from actors.evaluator import evaluation_config
 from actors.scoring import ShardScores
 from flowgrpo_ray.config import load
+from flowgrpo_ray.data.plan import EvalShard
 from flowgrpo_ray.errors import ConfigError
-from flowgrpo_ray.plan import EvalShard
 
 GROUPS = {"python": "own_rewards:rank_in_group"}
 

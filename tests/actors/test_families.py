@@ -8,10 +8,10 @@ import torch
 from runs import run, small_config
 from tiny_pipelines import build
 
-from flowgrpo_ray import checkpoint
-from flowgrpo_ray.checkpoint import latest
-from flowgrpo_ray.plan import noise_seed
+from flowgrpo_ray.data.plan import noise_seed
 from flowgrpo_ray.policies import load_policy
+from flowgrpo_ray.run_dir import checkpoint
+from flowgrpo_ray.run_dir.checkpoint import latest
 from flowgrpo_ray.sampling.noise import draw
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -81,10 +81,10 @@ def _image(pipeline, policy, config) -> np.ndarray:
 
 def _ours(config, arrays) -> np.ndarray:
     """Our sampler's image with the trained adapter: what `flowgrpo-ray sample` makes."""
+    from flowgrpo_ray.data.prompts import PromptRecord
+    from flowgrpo_ray.data.trajectory import SampleRequest
     from flowgrpo_ray.policies import lora
-    from flowgrpo_ray.prompts import PromptRecord
     from flowgrpo_ray.sampling.sampler import Sampler
-    from flowgrpo_ray.trajectory import SampleRequest
 
     policy = load_policy(config.model)
     lora.attach(policy, config.lora, 0)

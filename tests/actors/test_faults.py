@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from runs import assert_same_bits, run, small_config
 
-from flowgrpo_ray.checkpoint import latest
 from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, RatioError, ResourceError, SyncError
-from flowgrpo_ray.exporter import Exporter
-from flowgrpo_ray.metrics import read_metrics
-from flowgrpo_ray.samples import read_samples
+from flowgrpo_ray.run_dir.checkpoint import latest
+from flowgrpo_ray.run_dir.metrics import read_metrics
+from flowgrpo_ray.run_dir.sample_table import read_samples
+from flowgrpo_ray.views.exporter import Exporter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

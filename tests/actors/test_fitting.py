@@ -3,7 +3,7 @@
 import pytest
 
 from actors.fitting import Node, holders, impossible, scattered
-from flowgrpo_ray.sections import PoolConfig
+from flowgrpo_ray.config.schema import PoolConfig
 
 
 def node(address, cpu, gpu=0.0, free=None, **labels):

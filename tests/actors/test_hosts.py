@@ -14,10 +14,10 @@ from clusters import ray_environment
 from hosts import Host, Hosts, hosts, namespaces, processes, why_not
 from runs import SMALL, assert_same_bits, run
 
-from flowgrpo_ray.checkpoint import latest, open_checkpoint
 from flowgrpo_ray.config import load
 from flowgrpo_ray.learning.state import read_learner_state
-from flowgrpo_ray.metrics import Row, read_metrics
+from flowgrpo_ray.run_dir.checkpoint import latest, open_checkpoint
+from flowgrpo_ray.run_dir.metrics import Row, read_metrics
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -11,8 +11,8 @@ import ray
 from reference import train_reference
 from runs import Killer, Script, Watcher, assert_same_bits, run, small_config
 
-from flowgrpo_ray.metrics import METRICS, deterministic
 from flowgrpo_ray.preflight import check
+from flowgrpo_ray.run_dir.metrics import METRICS, deterministic
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

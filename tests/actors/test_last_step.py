@@ -8,9 +8,9 @@ from runs import Watcher, assert_same_bits, run, small_config
 
 from actors.last_step import LastStep
 from actors.learner import LearnerGroup
-from flowgrpo_ray.checkpoint import FileEntry, latest
 from flowgrpo_ray.errors import CheckpointError, FlowGrpoError
-from flowgrpo_ray.metrics import deterministic
+from flowgrpo_ray.run_dir.checkpoint import FileEntry, latest
+from flowgrpo_ray.run_dir.metrics import deterministic
 
 ENTRY = FileEntry("adapter", 3, "sha256")
 OVERRIDES = {"checkpoint.every_steps": 0, "advantage.baseline": "history"}

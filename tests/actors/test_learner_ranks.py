@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import Finished, Watcher, assert_same_bits, run, small_config
 
-from flowgrpo_ray.metrics import deterministic
+from flowgrpo_ray.run_dir.metrics import deterministic
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from runs import assert_same_bits, run, small_config
 
-from flowgrpo_ray.report import write_report
-from flowgrpo_ray.samples import read_samples
+from flowgrpo_ray.run_dir.sample_table import read_samples
+from flowgrpo_ray.views.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

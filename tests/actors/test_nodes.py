@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError
 
 from actors import nodes, ray_messages
 from actors.process import Process
-from flowgrpo_ray.status import PoolStatus
+from flowgrpo_ray.views.status import PoolStatus
 
 ERROR = ActorUnavailableError("RpcError: RPC Error message: failed to connect; code 14", b"0" * 16)
 

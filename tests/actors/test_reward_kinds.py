@@ -24,7 +24,7 @@ from recording_kinds import recorded
 from scoring_bench import Bench, config_of
 
 from flowgrpo_ray import rewards
-from flowgrpo_ray.prompts import PromptRecord
+from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.rewards.image_reward_package import INSTALL
 from flowgrpo_ray.rewards.registry import known_rewards
 

@@ -9,10 +9,10 @@ from runs import Watcher, run, small_config
 from actors.status import Activity, run_status
 from actors.step import StepBoard
 from flowgrpo_ray import storage
-from flowgrpo_ray.checkpoint import latest
-from flowgrpo_ray.plan import plan_step
+from flowgrpo_ray.data.plan import plan_step
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.status import RunStatus
+from flowgrpo_ray.run_dir.checkpoint import latest
+from flowgrpo_ray.views.status import RunStatus
 
 
 class Statuses(Watcher):

@@ -17,7 +17,7 @@ from actors.pool import ActorPool
 from actors.process import Process
 from flowgrpo_ray.config import load
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
-from flowgrpo_ray.status import PoolStatus
+from flowgrpo_ray.views.status import PoolStatus
 
 
 @pytest.fixture(autouse=True)

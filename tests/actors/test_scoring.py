@@ -13,8 +13,8 @@ import ray
 from scoring_bench import Bench, config_of, random_images
 
 from actors.reward import RewardActor
+from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.rewards import RewardError
 
 pytestmark = pytest.mark.timeout(180)

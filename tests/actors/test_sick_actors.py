@@ -19,10 +19,10 @@ from actors.process import Process
 from actors.sampling import MAX_ATTEMPTS, Sampling
 from actors.scoring import Scoring
 from flowgrpo_ray.config import load
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import EncodeMeta, SampleMeta
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.status import PoolStatus
-from flowgrpo_ray.trajectory import EncodeMeta, SampleMeta
+from flowgrpo_ray.views.status import PoolStatus
 
 CONFIG = load(None, {"rewards": {"jpeg_compressibility": {}}})
 

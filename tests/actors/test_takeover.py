@@ -7,16 +7,16 @@ import itertools
 import pytest
 from runs import Watcher, run, small_config
 
-from flowgrpo_ray import claim
 from flowgrpo_ray.errors import CheckpointError, ResourceError
-from flowgrpo_ray.metrics import read_metrics
+from flowgrpo_ray.run_dir import lock
+from flowgrpo_ray.run_dir.metrics import read_metrics
 
 
 def test_newcomer_that_cannot_start_costs_nothing_and_one_that_can_takes_over(ray_cluster, tmp_path, monkeypatch):
     numbers = itertools.count()
-    monkeypatch.setattr(claim, "machine", lambda: f"machine {next(numbers)}")
-    monkeypatch.setattr(claim, "BEAT_S", 1000)  # the older one shows no sign of life
-    monkeypatch.setattr(claim, "OBSERVED_S", 0)
+    monkeypatch.setattr(lock, "machine", lambda: f"machine {next(numbers)}")
+    monkeypatch.setattr(lock, "BEAT_S", 1000)  # the older one shows no sign of life
+    monkeypatch.setattr(lock, "OBSERVED_S", 0)
     config = small_config(tmp_path, "shared", overrides={"logging.flush_every_steps": 1})
 
     class Older(Watcher):

@@ -15,8 +15,8 @@ from clusters import Nodes, cluster, free_port
 from runs import SMALL
 
 from flowgrpo_ray import tiny
-from flowgrpo_ray.checkpoint import latest
 from flowgrpo_ray.config import load
+from flowgrpo_ray.run_dir.checkpoint import latest
 
 FLOWGRPO = [sys.executable, "-m", "flowgrpo_ray.cli", "train"]
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -29,9 +29,9 @@ from benchmarks import (  # noqa: E402
     submit,
     whole_step,
 )
+from flowgrpo_ray.data.plan import plan_step  # noqa: E402
+from flowgrpo_ray.data.prompts import PromptRecord  # noqa: E402
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError  # noqa: E402
-from flowgrpo_ray.plan import plan_step  # noqa: E402
-from flowgrpo_ray.prompts import PromptRecord  # noqa: E402
 
 SMALL = {
     "model": {"path": "builtin:tiny", "max_sequence_length": 1, "use_t5": False},

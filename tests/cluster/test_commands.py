@@ -13,7 +13,7 @@ from flowgrpo_ray.cluster.commands import parse_targets
 from flowgrpo_ray.cluster.reach import GoneError, LocalRay, Run, find, full_name
 from flowgrpo_ray.cluster.show import runs_text, status_text
 from flowgrpo_ray.errors import ConfigError, ResourceError
-from flowgrpo_ray.status import PoolStatus, RunStatus
+from flowgrpo_ray.views.status import PoolStatus, RunStatus
 
 
 def state(run: str = "first", run_id: str = "1a2b", run_dir: str = "/data/runs/first", **values) -> RunStatus:
@@ -156,10 +156,11 @@ def test_the_last_of_its_replies_is_a_command_s_exit_code(runs, monkeypatch):
         asked.append((command, args, number))
         return replies[number]
 
-    actor = SimpleNamespace(ask=SimpleNamespace(remote=ask))
+    said_goodbye = []
+    actor = SimpleNamespace(ask=SimpleNamespace(remote=ask), goodbye=SimpleNamespace(remote=said_goodbye.append))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
     runs[0] = Run(actor, state(), 0.0)
     assert cli("stop", "first", "--now", code=2).output.splitlines() == ["follows", "refused"]
-    assert asked == [("stop", {"now": True}, 0), ("stop", {"now": True}, 1)]
+    assert asked == [("stop", {"now": True}, 0), ("stop", {"now": True}, 1)] and len(said_goodbye) == 1

@@ -9,7 +9,7 @@ from cluster_runs import Training, flowgrpo_ray, output
 from clusters import Nodes, free_port
 from runs import assert_same_bits
 
-from flowgrpo_ray.checkpoint import latest
+from flowgrpo_ray.run_dir.checkpoint import latest
 
 pytestmark = pytest.mark.timeout(600)  # many commands, and each starts as a process of its own
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from command import start, write_config
 
-from flowgrpo_ray.checkpoint import latest
+from flowgrpo_ray.run_dir.checkpoint import latest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

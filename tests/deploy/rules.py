@@ -17,7 +17,7 @@ from manifests import ROOT, of_kind
 from flowgrpo_ray.cluster.sizes import object_store, step_bytes
 from flowgrpo_ray.cluster.versions import RAY_VERSION
 from flowgrpo_ray.config import Config, load
-from flowgrpo_ray.sections import PoolConfig
+from flowgrpo_ray.config.schema import PoolConfig
 
 Tree = dict[str, Any]
 HEAD_PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "as-metrics": 44217, "dash-metrics": 44227}

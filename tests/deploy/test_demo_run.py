@@ -19,10 +19,10 @@ from hosts import Host, Hosts, hosts, label_text, why_not
 from manifests import ROOT, needs_kubectl, of_kind, rendered
 from runs import assert_same_bits
 
-from flowgrpo_ray.checkpoint import latest, open_checkpoint
 from flowgrpo_ray.cluster.versions import RAY_VERSION
 from flowgrpo_ray.learning.state import read_learner_state
-from flowgrpo_ray.metrics import read_metrics
+from flowgrpo_ray.run_dir.checkpoint import latest, open_checkpoint
+from flowgrpo_ray.run_dir.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_kubectl]
 
@@ -124,7 +124,7 @@ def laptop(folder: Path, config: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "flowgrpo_ray.cli",
+        "flowgrpo_ray.cli.main",
         "train",
         str(config),
         "run.name=laptop",

@@ -14,7 +14,7 @@ from manifests import ROOT
 
 from flowgrpo_ray import tiny, waiting
 from flowgrpo_ray.cluster import fetch as fetching
-from flowgrpo_ray.config import from_tree
+from flowgrpo_ray.config.load import from_tree
 from flowgrpo_ray.errors import DeadlineError
 from flowgrpo_ray.rewards import known_rewards, reward_class
 from flowgrpo_ray.rewards.base import settings_of
@@ -90,7 +90,7 @@ def test_fetched_model_loads_without_the_hub(tmp_path) -> None:
         code, out, err = run(hub, tmp_path, "model.path=me/tiny")
         assert code == 0 and "model.path: me/tiny is fetched" in out and "Traceback" not in err
         assert max(hub.downloads.values()) == 1
-    script = ("from flowgrpo_ray.policies import load_policy; from flowgrpo_ray.sections import ModelConfig; "
+    script = ("from flowgrpo_ray.policies import load_policy; from flowgrpo_ray.config.schema import ModelConfig; "
               "print(load_policy(ModelConfig(path='me/tiny', use_t5=False)).family)")
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     assert subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True,

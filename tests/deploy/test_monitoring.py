@@ -15,7 +15,7 @@ import yaml
 from deploy import render
 from deploy.alerts import ALERTS
 from deploy.dashboards import DASHBOARDS, PROMETHEUS_METRICS, RAY_GPU_METRICS, RAY_METRICS
-from flowgrpo_ray.metrics import METRICS
+from flowgrpo_ray.run_dir.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {f"ray_{m.prometheus}" + ("_total" if m.kind == "counter" else ""): m for m in METRICS}

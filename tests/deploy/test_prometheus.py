@@ -24,7 +24,7 @@ from runs import SMALL
 from test_monitoring import OURS, PANELS, substituted
 
 from deploy.dashboards import RAY_METRICS
-from flowgrpo_ray.metrics import METRICS
+from flowgrpo_ray.run_dir.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

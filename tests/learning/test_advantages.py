@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from flowgrpo_ray.config import from_tree
+from flowgrpo_ray.config.load import from_tree
+from flowgrpo_ray.data.trajectory import GroupScores
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.learning.advantages import History, combine, group_advantages, needs_whole_step, step_advantages
-from flowgrpo_ray.trajectory import GroupScores
 
 SCORES = st.integers(2, 5).flatmap(lambda groups: st.integers(2, 6).flatmap(lambda size: arrays(
     np.float64, (groups, size), elements=st.floats(-10, 10, allow_subnormal=False).map(lambda x: round(x, 3)))))

@@ -13,11 +13,11 @@ import torch
 from formula import assert_close
 from reference import Bench, configuration, run_update
 
+from flowgrpo_ray.data.trajectory import from_wire
 from flowgrpo_ray.errors import FlowGrpoError, RatioError
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.slots import AdapterSlots
-from flowgrpo_ray.trajectory import from_wire
 
 B = "transformer.transformer_blocks.0.attn.to_v.lora_B.weight"
 

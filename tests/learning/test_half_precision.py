@@ -17,14 +17,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from reference import RECORDS, Bench, run_update
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import StepPlan, plan_step
+from flowgrpo_ray.data.trajectory import GroupScores, Trajectory, to_wire
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.learning.loss_scale import GROWTH_UPDATES, LARGEST, LossScale
-from flowgrpo_ray.plan import StepPlan, plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.sd3 import SD3Policy
 from flowgrpo_ray.sampling.sampler import build_conditioning, kernel_of, step_noise, transition_at
-from flowgrpo_ray.trajectory import GroupScores, Trajectory, to_wire
 
 WIDTH = 64  # of the prompt's tokens
 KEY = "transformer.transformer_blocks.1.attn.to_v.lora_B.weight"

@@ -13,8 +13,8 @@ import torch
 from formula import assert_close
 from reference import Bench, configuration, run_update, with_scores
 
+from flowgrpo_ray.data.plan import RankShard
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.plan import RankShard
 from flowgrpo_ray.policies import lora
 
 KEY = "transformer.transformer_blocks.1.attn.to_v.lora_B.weight"

@@ -16,16 +16,16 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch.distributed.tensor import DTensor
 
-from flowgrpo_ray.config import Config, from_tree
+from flowgrpo_ray.config.load import Config, from_tree
+from flowgrpo_ray.data.plan import plan_step
+from flowgrpo_ray.data.trajectory import GroupScores
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.learning import parallel
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.slots import AdapterSlots
 from flowgrpo_ray.rewards import get
 from flowgrpo_ray.sampling.sampler import Sampler
-from flowgrpo_ray.trajectory import GroupScores
 
 WORLD = 2
 KL = {"loss": {"beta": 0.5}, "data": {"negative_prompt": "mess"}}

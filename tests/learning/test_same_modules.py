@@ -11,8 +11,8 @@ from reference import JPEG, RECORDS, RUN_ID, configuration, run_update
 from tiny_pipelines import build
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import plan_step
 from flowgrpo_ray.learning.learner import Learner
-from flowgrpo_ray.plan import plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots

@@ -9,12 +9,12 @@ import pytest
 import reference
 from reference import JPEG, RECORDS, Reference, configuration
 
-from flowgrpo_ray import checkpoint
 from flowgrpo_ray.errors import CheckpointError
 from flowgrpo_ray.learning.learner import Learner
 from flowgrpo_ray.learning.state import read_learner_state, write_learner_state
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.rewards import get
+from flowgrpo_ray.run_dir import checkpoint
 
 # Two prompts, so that every step meets them again; an EMA that has moved by then, and whose decay is still growing.
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ import pytest
 import tiny_pipelines
 import torch
 
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.policies import load_policy
 from flowgrpo_ray.policies.base import Policy
-from flowgrpo_ray.sections import ModelConfig
 
 torch.set_num_threads(1)
 

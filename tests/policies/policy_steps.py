@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from flowgrpo_ray.config import load
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import SampleRequest, from_wire
 from flowgrpo_ray.policies.base import Conditioning, Policy
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.sampler import Sampler, step_noise
-from flowgrpo_ray.trajectory import SampleRequest, from_wire
 
 PROMPTS = ["a red cat", "blue dog 7"]
 HEIGHT, WIDTH = 32, 48

@@ -11,12 +11,12 @@ from policy_steps import HEIGHT, PROMPTS, WIDTH, noise
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save_file
 
+from flowgrpo_ray.config.schema import LoraSection
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.adapter_formats import encode
 from flowgrpo_ray.policies.flux import FluxPolicy
 from flowgrpo_ray.policies.lora import LoraSettings
-from flowgrpo_ray.sections import LoraSection
 
 FILE = "pytorch_lora_weights.safetensors"
 RANK, ALPHA = 4, 10  # alpha is neither r nor 2 r, and 10 / 4 is not a power of two

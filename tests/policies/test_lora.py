@@ -12,9 +12,9 @@ import torch
 from policy_steps import conditioning, noise
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from flowgrpo_ray.config.schema import LoraSection
 from flowgrpo_ray.errors import ConfigError, SyncError
 from flowgrpo_ray.policies import lora
-from flowgrpo_ray.sections import LoraSection
 
 SMALL = LoraSection(rank=4)
 KINDS = ["sd3_t5", "flux_dev"]
@@ -121,7 +121,7 @@ def test_initialisation_is_gaussian_and_depends_on_the_seed_alone(fresh, policy)
 def test_another_process_has_the_same_digest(folders, policy):
     script = f"""
 import torch
-from flowgrpo_ray.sections import LoraSection, ModelConfig
+from flowgrpo_ray.config.schema import LoraSection, ModelConfig
 from flowgrpo_ray.policies import load_policy, lora
 torch.rand(7)
 policy = load_policy(ModelConfig(path={folders("sd3_t5")!r}), parts="learner")

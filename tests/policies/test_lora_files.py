@@ -13,9 +13,9 @@ from diffusers import FluxPipeline, StableDiffusion3Pipeline
 from peft.tuners.lora import LoraLayer
 from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, euler, noise
 
+from flowgrpo_ray.config.schema import LoraSection
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies import lora
-from flowgrpo_ray.sections import LoraSection
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = LoraSection(rank=4, alpha=12)  # alpha is neither r nor 2 r: a default would be seen

@@ -9,10 +9,10 @@ from diffusers.models import attention_dispatch
 from policy_steps import HEIGHT, PROMPTS, WIDTH, conditioning, noise
 from torch import nn
 
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import from_wire
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.base import Conditioning, decode_batch
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.trajectory import from_wire
 
 KINDS = ["sd3_t5", "sd3_no_t5", "flux_dev"]
 

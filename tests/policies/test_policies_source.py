@@ -15,12 +15,12 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 from flowgrpo_ray import hub, waiting
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray.errors import ConfigError, DeadlineError, HubError
 from flowgrpo_ray.policies import check_model, load_policy
 from flowgrpo_ray.policies.flux import FluxPolicy
 from flowgrpo_ray.policies.sd3 import SD3Policy
 from flowgrpo_ray.policies.source import ModelSource, find
-from flowgrpo_ray.sections import ModelConfig
 
 
 def test_families_are_read_from_the_index(folders):
@@ -86,7 +86,7 @@ def test_a_variant_that_is_not_there_is_an_error(folders):
 def test_checking_imports_no_diffusers_and_an_unreachable_hub_is_named(tmp_path):
     script = """
 import sys
-from flowgrpo_ray.sections import ModelConfig
+from flowgrpo_ray.config.schema import ModelConfig
 from flowgrpo_ray import hub, waiting
 from flowgrpo_ray.errors import ConfigError, DeadlineError, HubError
 from flowgrpo_ray.policies import check_model

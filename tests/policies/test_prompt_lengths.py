@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from flowgrpo_ray.config.schema import ModelConfig
+from flowgrpo_ray.data.prompt_lengths import ranges
+from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.errors import ConfigError
 from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.policies.text import PromptReader, TextEncoder
 from flowgrpo_ray.preflight import check
-from flowgrpo_ray.prompt_lengths import ranges
-from flowgrpo_ray.prompts import PromptRecord
-from flowgrpo_ray.sections import ModelConfig
 
 TEXT = "the old man and the sea, a red boat by night"
 
@@ -76,7 +76,7 @@ def test_encoders_of_a_family_are_those_of_its_pipeline(folders, fresh):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(prompts, reward, **overrides): checks a run of the tiny model, which reads 16 letters of a prompt."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1]), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "support"), *sys.path])
     from runs import small_config
 
     def checked(prompts: list[str], reward: str = "jpeg_compressibility", **overrides):

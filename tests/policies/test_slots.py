@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flowgrpo_ray.config.schema import LoraSection
+from flowgrpo_ray.data.trajectory import Arrays
 from flowgrpo_ray.errors import SyncError
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots, changed_tensors
-from flowgrpo_ray.sections import LoraSection
-from flowgrpo_ray.trajectory import Arrays
 
 TENSORS = 62
 

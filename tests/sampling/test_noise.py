@@ -1,7 +1,7 @@
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from flowgrpo_ray.plan import noise_seed
+from flowgrpo_ray.data.plan import noise_seed
 from flowgrpo_ray.sampling.noise import draw
 
 SEEDS = [noise_seed(42, 3, 1, sample, "train", -1) for sample in range(6)]

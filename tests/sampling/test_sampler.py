@@ -15,15 +15,15 @@ from PIL import Image
 from reference import RECORDS, configuration, training_request
 
 from flowgrpo_ray.config import Config
+from flowgrpo_ray.data.plan import initial_seeds, plan_step
+from flowgrpo_ray.data.prompts import PromptRecord
+from flowgrpo_ray.data.trajectory import Arrays, SampleRequest, Trajectory, from_wire
 from flowgrpo_ray.errors import SyncError
-from flowgrpo_ray.plan import initial_seeds, plan_step
 from flowgrpo_ray.policies import lora
 from flowgrpo_ray.policies.base import Policy
 from flowgrpo_ray.policies.slots import AdapterSlots
-from flowgrpo_ray.prompts import PromptRecord
 from flowgrpo_ray.sampling.noise import draw
 from flowgrpo_ray.sampling.sampler import Sampler, build_conditioning, step_noise, transition_at
-from flowgrpo_ray.trajectory import Arrays, SampleRequest, Trajectory, from_wire
 
 ANY = {"window": {"size": 2, "range": [0, 3]}}
 KERNELS: dict[str, dict[str, Any]] = {
