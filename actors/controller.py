@@ -31,7 +31,7 @@ from actors.sync import Published, agreed, verify
 from flowgrpo_ray import startup, storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.config.schema import EnvironmentConfig
-from flowgrpo_ray.data.plan import GroupPlan, ShardPlan, StepPlan, plan_evaluation, plan_step, training_negative
+from flowgrpo_ray.data.plan import GroupPlan, MicroBatch, StepPlan, plan_evaluation, plan_step, training_negative
 from flowgrpo_ray.data.trajectory import SampleMeta
 from flowgrpo_ray.errors import FlowGrpoError, SyncError
 from flowgrpo_ray.preflight import Inputs, scope_of
@@ -375,10 +375,10 @@ class Controller:
             if key in self._conditionings:
                 then(group, self._conditionings.pop(key))
 
-    def _negative_text(self, plan: StepPlan, shard: ShardPlan) -> str | None:
+    def _negative_text(self, plan: StepPlan, shard: MicroBatch) -> str | None:
         return training_negative(self.config, plan.groups[shard.group].record)  # the plan batches no others with it
 
-    def _negative(self, board: StepBoard, shard: ShardPlan) -> ray.ObjectRef | None:
+    def _negative(self, board: StepBoard, shard: MicroBatch) -> ray.ObjectRef | None:
         return self.sampling.negative(self._negative_text(board.plan, shard))
 
     def _encode_negatives(self, plan: StepPlan) -> None:
@@ -393,7 +393,7 @@ class Controller:
         for shard in board.encoded(group, conditioning):
             self._sample_shard(board, shard)
 
-    def _sample_shard(self, board: StepBoard, shard: ShardPlan) -> None:
+    def _sample_shard(self, board: StepBoard, shard: MicroBatch) -> None:
         plan, order = board.plan, (board.plan.step, shard.group, shard.shard)
         what = f"step {plan.step + 1} " + (f"group {shard.group} shard {shard.shard}" if len(shard.groups) == 1
                                            else f"groups {shard.groups[0]}-{shard.groups[-1]}")
@@ -402,7 +402,7 @@ class Controller:
             board.sampled(shard, trajectory, meta.trajectory_bytes)
             self.scoring.submit(what, order, images, [plan.groups[group].record for group, _ in shard.rows],
                                 lambda scores: board.scored(shard, scores), rewards=self.scoring.due(plan.step + 1),
-                                groups=[(group, len(plan.shards_of(group))) for group in shard.groups])
+                                groups=[(group, len(plan.micro_batches_of(group))) for group in shard.groups])
 
         request = sample_request(self.config, self.recorder.run_id, plan, shard)
         self.sampling.sample(what, order, request, self._negative_text(plan, shard), board.conditionings(shard), sampled)

@@ -14,7 +14,7 @@ import ray
 from actors.sampling import Sampling
 from actors.scoring import Scoring, ShardScores
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.data.plan import EvalShard, noise_seed, plan_evaluation
+from flowgrpo_ray.data.plan import EvalMicroBatch, noise_seed, plan_evaluation
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import SampleMeta, SampleRequest
 from flowgrpo_ray.run_dir.sample_table import GridImage
@@ -79,7 +79,7 @@ class Evaluation:
     """One evaluation in flight; `finished` when every image has its scores."""
 
     weights: str
-    shards: list[EvalShard]
+    shards: list[EvalMicroBatch]
     scores: dict[int, ShardScores] = field(default_factory=dict)
     pngs: dict[int, bytes] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ class Evaluation:
                       f"eval_masked/{self.weights}": float((~valid).sum())}
 
     @staticmethod
-    def _counted(shard: EvalShard, values: np.ndarray) -> np.ndarray:
+    def _counted(shard: EvalMicroBatch, values: np.ndarray) -> np.ndarray:
         return values[: len(shard.counted)]
 
 
@@ -141,7 +141,7 @@ def start_evaluation(
 class _Shard:
     """A shard that waits for conditionings."""
 
-    plan: EvalShard
+    plan: EvalMicroBatch
     request: SampleRequest
     wanted: range  # places of its images in the grid
     again: bool  # after a conditioning was lost
@@ -163,7 +163,7 @@ class _Work:
         self._sampling, self._scoring, self._kept = sampling, scoring, kept
         self._waiting: dict[int, list[_Shard]] = {}  # by prompt that is not encoded yet
 
-    def add(self, plan: EvalShard, request: SampleRequest, wanted: range, *, again: bool = False) -> None:
+    def add(self, plan: EvalMicroBatch, request: SampleRequest, wanted: range, *, again: bool = False) -> None:
         """Sample a shard at once, if all its conditionings are kept; else it waits for `encode`."""
         shard = _Shard(plan, request, wanted, again)
         for prompt in plan.prompts:

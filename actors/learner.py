@@ -21,7 +21,7 @@ from actors.placement import actor_options, place_learners
 from actors.process import Process, Shown
 from flowgrpo_ray import signals, startup, waiting
 from flowgrpo_ray.config.load import Config, from_tree
-from flowgrpo_ray.data.plan import RankShard, StepPlan
+from flowgrpo_ray.data.plan import RankWork, StepPlan
 from flowgrpo_ray.data.trajectory import Arrays, ExportInfo, GroupScores, Trajectory
 from flowgrpo_ray.errors import CheckpointError, ConfigError, FlowGrpoError, first_line
 from flowgrpo_ray.policies import load_policy, policy_class
@@ -51,7 +51,7 @@ class LearnerMethods(Shown):
         self.learner.begin_step(plan, keep)
 
     def accumulate(
-        self, work: RankShard, scores: dict[int, GroupScores], negative: Arrays | None, *parts: Arrays | Trajectory,
+        self, work: RankWork, scores: dict[int, GroupScores], negative: Arrays | None, *parts: Arrays | Trajectory,
     ) -> dict[str, float]:
         """`scores`: those of complete groups that the rank has not been told yet."""
         from flowgrpo_ray import device as devices
@@ -61,7 +61,7 @@ class LearnerMethods(Shown):
         self.learner.add_scores(scores)
         return self.learner.accumulate(work, negative, *parts)
 
-    def recompute(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
+    def recompute(self, work: RankWork, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
         self.learner.recompute(work, negative, *parts)
 
     def apply(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ import ray
 
 from actors.scoring import ShardScores
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.data.plan import RankShard, ShardPlan, StepPlan, micro_steps
+from flowgrpo_ray.data.plan import MicroBatch, RankWork, StepPlan, micro_steps
 from flowgrpo_ray.data.trajectory import GroupScores
 from flowgrpo_ray.learning.advantages import needs_whole_step
 
@@ -18,7 +18,7 @@ from flowgrpo_ray.learning.advantages import needs_whole_step
 @dataclass
 class _Group:
     conditioning: ray.ObjectRef | None = None
-    shards: list[ShardPlan] = field(default_factory=list)  # sampling shards that hold its samples
+    shards: list[MicroBatch] = field(default_factory=list)  # sampling shards that hold its samples
     scores: dict[int, ShardScores] = field(default_factory=dict)  # its own rows, by sampling shard
 
 
@@ -27,7 +27,7 @@ class MicroStep:
     """A learner micro-step that can be issued now: one call per rank."""
 
     update: int
-    work: tuple[RankShard, ...]
+    work: tuple[RankWork, ...]
     scores: dict[int, GroupScores]  # of groups whose scores the learner does not have yet
 
 
@@ -37,28 +37,28 @@ class StepBoard:
     def __init__(self, config: Config, plan: StepPlan, world_size: int) -> None:
         self.plan = plan
         self._config = config
-        self._groups = [_Group(shards=plan.shards_of(group)) for group in range(len(plan.groups))]
-        self._trajectories: dict[ShardPlan, ray.ObjectRef] = {}
+        self._groups = [_Group(shards=plan.micro_batches_of(group)) for group in range(len(plan.groups))]
+        self._trajectories: dict[MicroBatch, ray.ObjectRef] = {}
         self._waiting = list(plan.shards)  # for a conditioning
         self._whole_step = needs_whole_step(config) or config.train.on_ratio_mismatch == "recompute"
         self._told: set[int] = set()
-        self._updates = [micro_steps(plan.train_shards(u), world_size) for u in range(len(plan.updates))]
+        self._updates = [micro_steps(plan.train_micro_batches(u), world_size) for u in range(len(plan.updates))]
         self._position = (0, 0)  # (update, micro-step) to issue next
         self._shards_left = len(plan.shards)
         self._world_size, self._answers = world_size, 0
         self.complete: dict[int, GroupScores] = {}
         self.dropped_groups = 0
         self.trajectory_bytes = 0
-        self._nbytes: dict[ShardPlan, int] = {}
+        self._nbytes: dict[MicroBatch, int] = {}
 
-    def encoded(self, group: int, conditioning: ray.ObjectRef) -> list[ShardPlan]:
+    def encoded(self, group: int, conditioning: ray.ObjectRef) -> list[MicroBatch]:
         """Take a group's conditioning; returns the shards that can be sampled now, each once."""
         self._groups[group].conditioning = conditioning
         complete = [shard for shard in self._waiting if all(self._groups[g].conditioning is not None for g in shard.groups)]
         self._waiting = [shard for shard in self._waiting if shard not in complete]
         return complete
 
-    def conditionings(self, shard: ShardPlan) -> list[ray.ObjectRef]:
+    def conditionings(self, shard: MicroBatch) -> list[ray.ObjectRef]:
         """Conditioning of each of the shard's groups, in order."""
         refs = []
         for group in shard.groups:
@@ -67,7 +67,7 @@ class StepBoard:
             refs.append(ref)
         return refs
 
-    def sampled(self, shard: ShardPlan, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
+    def sampled(self, shard: MicroBatch, trajectory: ray.ObjectRef, trajectory_bytes: int) -> None:
         self._trajectories[shard] = trajectory
         self._shards_left -= 1
         self.trajectory_bytes += trajectory_bytes
@@ -82,7 +82,7 @@ class StepBoard:
     def all_sampled(self) -> bool:
         return self._shards_left == 0
 
-    def scored(self, shard: ShardPlan, scores: ShardScores) -> None:
+    def scored(self, shard: MicroBatch, scores: ShardScores) -> None:
         """Take a shard's scores; a group is complete with its last one."""
         size = len(shard.samples)
         for place, number in enumerate(shard.groups):
@@ -164,11 +164,11 @@ class StepBoard:
         left = {group for update in self.plan.updates[self.update :] for group in update}
         self._trajectories = {shard: ref for shard, ref in self._trajectories.items() if left & set(shard.groups)}
 
-    def later_micro_steps(self) -> Iterator[tuple[RankShard, ...]]:
+    def later_micro_steps(self) -> Iterator[tuple[RankWork, ...]]:
         """Micro-steps of all updates after the first, whose old log-probs are recomputed before it is applied."""
         for update in self._updates[1:]:
             yield from update
 
-    def arguments(self, work: RankShard) -> tuple[ray.ObjectRef, ...]:
+    def arguments(self, work: RankWork) -> tuple[ray.ObjectRef, ...]:
         """Conditioning of each group of the shard, and the trajectories that hold its samples."""
         return (*self.conditionings(work.shard), *(self._trajectories[s] for s in self.plan.sources(work.shard)))

@@ -33,7 +33,7 @@ from benchmarks.measure import (
 )
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.data.plan import GroupPlan, ShardPlan, StepPlan, micro_steps, plan_step, training_negative
+from flowgrpo_ray.data.plan import GroupPlan, MicroBatch, StepPlan, micro_steps, plan_step, training_negative
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
 from flowgrpo_ray.learning.learner import Learner
@@ -57,18 +57,18 @@ class Work:
 
     conditionings: dict[int, Arrays] = field(default_factory=dict)  # by group
     negatives: dict[int, Arrays | None] = field(default_factory=dict)
-    trajectories: dict[ShardPlan, Trajectory] = field(default_factory=dict)  # by sampling shard
+    trajectories: dict[MicroBatch, Trajectory] = field(default_factory=dict)  # by sampling shard
 
-    def sampling(self, shard: ShardPlan) -> tuple[Arrays | None, ...]:
+    def sampling(self, shard: MicroBatch) -> tuple[Arrays | None, ...]:
         """Negative conditioning, and that of every group of a shard."""
         return self.negatives[shard.group], *(self.conditionings[group] for group in shard.groups)
 
-    def arguments(self, plan: StepPlan, shard: ShardPlan) -> tuple[Any, ...]:
+    def arguments(self, plan: StepPlan, shard: MicroBatch) -> tuple[Any, ...]:
         """Arguments of `Learner.accumulate` after the training shard itself."""
         return *self.sampling(shard), *(self.trajectories[source] for source in plan.sources(shard))
 
 
-Scored = dict[ShardPlan, dict[str, np.ndarray]]  # scores of a shard by key
+Scored = dict[MicroBatch, dict[str, np.ndarray]]  # scores of a shard by key
 
 
 class Clock:
@@ -139,7 +139,7 @@ class Sequential:
             self._negatives[text] = self.sampler.encode(PromptRecord(prompt=text))
         return self._negatives[text]
 
-    def _sample(self, clock: Clock, plan: StepPlan, shard: ShardPlan, work: Work) -> dict[str, np.ndarray]:
+    def _sample(self, clock: Clock, plan: StepPlan, shard: MicroBatch, work: Work) -> dict[str, np.ndarray]:
         """Sample and score a shard; its trajectory goes into `work`."""
         request, scores = sample_request(self.config, RUN_ID, plan, shard), {}
         with clock.phase("denoise"):
@@ -155,7 +155,7 @@ class Sequential:
 
     def _train(self, plan: StepPlan, work: Work) -> None:
         for update in range(len(plan.updates)):
-            for row in micro_steps(plan.train_shards(update), self.world_size):
+            for row in micro_steps(plan.train_micro_batches(update), self.world_size):
                 item = row[self.rank]
                 self.learner.accumulate(item, *work.arguments(plan, item.shard))
             self.learner.apply()

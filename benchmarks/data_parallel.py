@@ -27,7 +27,7 @@ from benchmarks.baseline import PHASES, Scored, Sequential
 from benchmarks.measure import configuration, machine, parser, print_machine, print_table, run_main, shown, spread
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config.load import Config, divisors, from_tree
-from flowgrpo_ray.data.plan import ShardPlan, StepPlan
+from flowgrpo_ray.data.plan import MicroBatch, StepPlan
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import SampleRequest
 from flowgrpo_ray.errors import ConfigError, FlowGrpoError
@@ -53,7 +53,7 @@ def spread_over(plan: StepPlan, group_size: int, processes: int) -> StepPlan:
             raise ConfigError("the prompts differ in image size or negative prompt: micro-batches of several prompts need one")
         groups += [replace(group, window=batch[0].window) for group in batch]
         numbers = tuple(group.group for group in batch)
-        shards += [ShardPlan(numbers, rank, tuple(range(rank * part, (rank + 1) * part))) for rank in range(processes)]
+        shards += [MicroBatch(numbers, rank, tuple(range(rank * part, (rank + 1) * part))) for rank in range(processes)]
     return replace(plan, groups=tuple(groups), shards=tuple(shards), training=tuple(shards))
 
 

@@ -116,7 +116,7 @@ def sample(policy: Policy, config: Config, plan: StepPlan, small: bool, watch: A
 
 def items(plan: StepPlan, work: Work, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Any, ...]]:
     """Arguments of every `Learner.accumulate` of one rank."""
-    for row in micro_steps(plan.train_shards(0), world_size):
+    for row in micro_steps(plan.train_micro_batches(0), world_size):
         yield row[rank], *work.arguments(plan, row[rank].shard)
 
 

@@ -99,7 +99,7 @@ def run_learner(learner: Learner, plan: StepPlan, work: Work, scores: dict[int, 
     learner.begin_step(plan)
     learner.add_scores(scores)
     for update in range(len(plan.updates)):
-        for (item,) in micro_steps(plan.train_shards(update), 1):
+        for (item,) in micro_steps(plan.train_micro_batches(update), 1):
             learner.accumulate(item, *work.arguments(plan, item.shard))
         learner.apply()
 
@@ -139,7 +139,7 @@ class BareLoop:
         self.updates = []
         for update in range(len(plan.updates)):
             shards = []
-            for shard in plan.train_shards(update):
+            for shard in plan.train_micro_batches(update):
                 negative, *conditionings = work.sampling(shard)
                 part, m = work.trajectories[shard], len(shard.samples)
                 rows = conditionings if negative is None else [negative] * len(conditionings) + conditionings

@@ -44,7 +44,7 @@ def prompt_index(seed: int, position: int, count: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class MicroBatch:
     """Unit of work: the same `samples` (indices within the group) of every group in `groups`.
 
     One group, unless `batch_groups` lets a micro-batch span several; then all samples of each.
@@ -94,36 +94,36 @@ class StepPlan:
     version: int
     groups: tuple[GroupPlan, ...]
     updates: tuple[tuple[int, ...], ...]  # group indices per update, contiguous in plan order
-    shards: tuple[ShardPlan, ...]  # sampling
-    training: tuple[ShardPlan, ...]
+    shards: tuple[MicroBatch, ...]  # sampling
+    training: tuple[MicroBatch, ...]
 
-    def train_shards(self, update: int) -> list[ShardPlan]:
+    def train_micro_batches(self, update: int) -> list[MicroBatch]:
         """All training shards of an update, in plan order; none holds groups of two updates."""
         return [shard for shard in self.training if shard.group in self.updates[update]]
 
-    def shards_of(self, group: int) -> list[ShardPlan]:
+    def micro_batches_of(self, group: int) -> list[MicroBatch]:
         """Sampling shards that hold samples of a group, in plan order."""
         return [shard for shard in self.shards if group in shard.groups]
 
-    def sources(self, shard: ShardPlan) -> list[ShardPlan]:
+    def sources(self, shard: MicroBatch) -> list[MicroBatch]:
         """Sampling shards that hold the samples of a training shard, in plan order."""
         return [source for source in self.shards if set(shard.rows) & set(source.rows)]
 
 
 @dataclass(frozen=True)
-class RankShard:
+class RankWork:
     """What one rank does at one micro-step: a shard, and weight 0 where it only fills up the tail."""
 
-    shard: ShardPlan
+    shard: MicroBatch
     weight: float
 
 
-def micro_steps(shards: Sequence[ShardPlan], world_size: int) -> list[tuple[RankShard, ...]]:
+def micro_steps(shards: Sequence[MicroBatch], world_size: int) -> list[tuple[RankWork, ...]]:
     """Shard t * W + r to rank r at micro-step t; the tail is padded with a real shard at weight 0."""
     out = []
     for start in range(0, len(shards), world_size):
-        row = [RankShard(shard, 1.0) for shard in shards[start : start + world_size]]
-        row += [RankShard(shards[start], 0.0)] * (world_size - len(row))
+        row = [RankWork(shard, 1.0) for shard in shards[start : start + world_size]]
+        row += [RankWork(shards[start], 0.0)] * (world_size - len(row))
         out.append(tuple(row))
     return out
 
@@ -180,10 +180,10 @@ def padding_note(config: Config, enough: float = 0.9) -> str | None:
 
 def split_groups(
     groups: Sequence[int], group_size: int, micro_batch: int, batch_groups: int = 1
-) -> tuple[ShardPlan, ...]:
+) -> tuple[MicroBatch, ...]:
     """Shards of `batch_groups` groups each (the last may hold fewer), `micro_batch` samples of every group."""
     return tuple(
-        ShardPlan(tuple(groups[first : first + batch_groups]), shard, tuple(range(start, start + micro_batch)))
+        MicroBatch(tuple(groups[first : first + batch_groups]), shard, tuple(range(start, start + micro_batch)))
         for first in range(0, len(groups), batch_groups)
         for shard, start in enumerate(range(0, group_size, micro_batch))
     )
@@ -244,7 +244,7 @@ def plan_step(config: Config, records: Sequence[PromptRecord], step: int) -> Ste
 
 
 @dataclass(frozen=True)
-class EvalShard:
+class EvalMicroBatch:
     """Images to make for evaluation: `items` are (prompt index, image index); the last `padding` ones are repeats that
     keep the shard's shape and are not counted."""
 
@@ -266,7 +266,7 @@ class EvalShard:
         return list(dict.fromkeys(prompt for prompt, _ in self.items))
 
 
-def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[EvalShard]:
+def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[EvalMicroBatch]:
     """Evaluation shards: the first image of every prompt in file order, then the second ones, and so on. A shard has one
     image size and negative prompt; the last one of a kind is padded."""
     e, m = config.eval, config.eval.micro_batch or config.sampling.micro_batch
@@ -274,11 +274,11 @@ def plan_evaluation(config: Config, records: Sequence[PromptRecord]) -> list[Eva
     for prompt, record in enumerate(records[: e.num_prompts]):
         kind = (record.height or config.sampling.height, record.width or config.sampling.width, record.negative_prompt)
         kinds.setdefault(kind, []).append(prompt)
-    shards: list[EvalShard] = []
+    shards: list[EvalMicroBatch] = []
     for (height, width, negative), prompts in kinds.items():
         items = [(prompt, image) for image in range(e.images_per_prompt) for prompt in prompts]
         for start in range(0, len(items), m):
             part = items[start : start + m]
             padding = m - len(part)
-            shards.append(EvalShard(len(shards), tuple(part + [part[-1]] * padding), padding, height, width, negative))
+            shards.append(EvalMicroBatch(len(shards), tuple(part + [part[-1]] * padding), padding, height, width, negative))
     return shards

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flowgrpo_ray.data.plan import ShardPlan
+from flowgrpo_ray.data.plan import MicroBatch
 
 if TYPE_CHECKING:
     import torch
@@ -138,5 +138,5 @@ class ExportInfo:
     norms: dict[str, float] = field(default_factory=dict)  # metrics of the adapter
 
 
-__all__ = ["Arrays", "EncodeMeta", "ExportInfo", "GroupScores", "SampleMeta", "SampleRequest", "ShardPlan", "SyncReply",
+__all__ = ["Arrays", "EncodeMeta", "ExportInfo", "GroupScores", "SampleMeta", "SampleRequest", "MicroBatch", "SyncReply",
            "Trajectory", "from_wire", "to_wire"]

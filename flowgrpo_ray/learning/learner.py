@@ -15,7 +15,7 @@ import torch
 
 from flowgrpo_ray import device as devices
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.data.plan import RankShard, StepPlan
+from flowgrpo_ray.data.plan import RankWork, StepPlan
 from flowgrpo_ray.data.trajectory import Arrays, ExportInfo, GroupScores, Trajectory, from_wire
 from flowgrpo_ray.errors import CheckpointError, FlowGrpoError, RatioError
 from flowgrpo_ray.learning import losses, parallel
@@ -103,7 +103,7 @@ class Learner:
             self.config, {g: self._scores[g] for g in groups}, prompts={g: self.plan.groups[g].prompt for g in groups},
             history=self.history, step=self.plan.step)
 
-    def accumulate(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> dict[str, float]:
+    def accumulate(self, work: RankWork, negative: Arrays | None, *parts: Arrays | Trajectory) -> dict[str, float]:
         """Forward and backward over the window of one shard; adds to the gradients of the current update.
 
         `parts`: the conditioning of every group of the shard, then trajectories that together hold its samples.
@@ -125,7 +125,7 @@ class Learner:
                 "peak_memory": devices.peak_memory_bytes(self.policy.device)}
 
     @torch.no_grad()
-    def recompute(self, work: RankShard, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
+    def recompute(self, work: RankWork, negative: Arrays | None, *parts: Arrays | Trajectory) -> None:
         """The learner's own old log-probs of a later update's shard (`train.on_ratio_mismatch: recompute`), and its old
         means where RatioNorm needs them; to be called before the step's first `apply`."""
         batch = self._batch(work, negative, parts)
@@ -135,7 +135,7 @@ class Learner:
             for j, step in enumerate(steps)]
 
     def _loss(
-        self, batch: _Batch, j: int, advantages: torch.Tensor, valid: torch.Tensor, work: RankShard
+        self, batch: _Batch, j: int, advantages: torch.Tensor, valid: torch.Tensor, work: RankWork
     ) -> torch.Tensor:
         """Sum over the shard's valid samples at window step j, and the step's diagnostics."""
         c = self.config.loss
@@ -156,7 +156,7 @@ class Learner:
         return (torch.where(valid, total, torch.zeros_like(total)) * work.weight).sum()
 
     def _compared(
-        self, batch: _Batch, j: int, transition: Transition, work: RankShard
+        self, batch: _Batch, j: int, transition: Transition, work: RankWork
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(new, old, gate): new - old [m] is the log ratio that the loss uses, and the gate is the largest |log ratio|,
         in the same measure, of the learner's policy to the sampler's."""
@@ -178,7 +178,7 @@ class Learner:
             new = losses.ratio_norm_log_ratio((x_next - own_mean) / transition.std, transition.mean, own_mean)
         return new, torch.zeros_like(old), gate
 
-    def _batch(self, work: RankShard, negative: Arrays | None, parts: tuple[Arrays | Trajectory, ...]) -> _Batch:
+    def _batch(self, work: RankWork, negative: Arrays | None, parts: tuple[Arrays | Trajectory, ...]) -> _Batch:
         expected = (self.run_id, "policy", self.plan.version)
         groups, window = work.shard.groups, self.plan.groups[work.shard.group].window
         conditionings = cast(tuple[Arrays, ...], parts[: len(groups)])
@@ -340,7 +340,7 @@ class Learner:
 class _Batch:
     """One training shard on the device, put together from the trajectories that hold its samples."""
 
-    def __init__(self, learner: Learner, work: RankShard, negative: Arrays | None, conditionings: tuple[Arrays, ...],
+    def __init__(self, learner: Learner, work: RankWork, negative: Arrays | None, conditionings: tuple[Arrays, ...],
                  trajectories: tuple[Trajectory, ...]) -> None:
         device, shard = learner.policy.device, work.shard
         places = {key[2:4]: (part, column) for part in trajectories for column, key in enumerate(part.request.noise_keys)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowgrpo_ray.config import Config
-from flowgrpo_ray.data.plan import EvalShard, ShardPlan, StepPlan
+from flowgrpo_ray.data.plan import EvalMicroBatch, MicroBatch, StepPlan
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import SampleRequest
 
 
-def sample_request(config: Config, run_id: str, plan: StepPlan, shard: ShardPlan) -> SampleRequest:
+def sample_request(config: Config, run_id: str, plan: StepPlan, shard: MicroBatch) -> SampleRequest:
     """The request of a training shard; it goes with the conditionings of `shard.groups`, in that order."""
     s, seed, group = config.sampling, config.train.seed, plan.groups[shard.group]
     return SampleRequest(
@@ -22,7 +22,7 @@ def sample_request(config: Config, run_id: str, plan: StepPlan, shard: ShardPlan
 
 
 def evaluation_request(
-    config: Config, records: Sequence[PromptRecord], shard: EvalShard, *, run_id: str, slot: str, version: int,
+    config: Config, records: Sequence[PromptRecord], shard: EvalMicroBatch, *, run_id: str, slot: str, version: int,
     png: int = 0,
 ) -> SampleRequest:
     """The request of an evaluation shard: ODE throughout, at seeds that depend on prompt and image index alone.
@@ -38,7 +38,7 @@ def evaluation_request(
         png=tuple(range(png)))
 
 
-def evaluation_keys(config: Config, records: Sequence[PromptRecord], shard: EvalShard) -> tuple[tuple[int, int, int, int], ...]:
+def evaluation_keys(config: Config, records: Sequence[PromptRecord], shard: EvalMicroBatch) -> tuple[tuple[int, int, int, int], ...]:
     """(seed, step, group, sample) of the noise of every image of a shard; `SampleRequest.noise_keys`."""
     return tuple((_seed(config, records[p]), 0, p, image) for p, image in shard.items)
 
@@ -49,7 +49,7 @@ def evaluation_guidance(config: Config) -> float:
     return config.sampling.guidance_scale if own is None else own
 
 
-def evaluation_negative(config: Config, shard: EvalShard) -> str | None:
+def evaluation_negative(config: Config, shard: EvalMicroBatch) -> str | None:
     """The negative prompt of a shard, or None where there is no CFG pass."""
     if evaluation_guidance(config) <= 1:
         return None

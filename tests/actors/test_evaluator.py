@@ -7,7 +7,7 @@ from actors.evaluation import Evaluation
 from actors.evaluator import evaluation_config
 from actors.scoring import ShardScores
 from flowgrpo_ray.config import load
-from flowgrpo_ray.data.plan import EvalShard
+from flowgrpo_ray.data.plan import EvalMicroBatch
 from flowgrpo_ray.errors import ConfigError
 
 GROUPS = {"python": "own_rewards:rank_in_group"}
@@ -29,7 +29,7 @@ def test_an_evaluation_needs_a_reward_of_images():
 
 
 def evaluated(scores: ShardScores) -> dict[str, float]:
-    return Evaluation("policy", [EvalShard(0, ((0, 0), (1, 0)), 0, 32, 64, None)], {0: scores}).row()
+    return Evaluation("policy", [EvalMicroBatch(0, ((0, 0), (1, 0)), 0, 32, 64, None)], {0: scores}).row()
 
 
 def test_images_without_a_score_are_counted_also_where_none_has_one():

@@ -56,14 +56,14 @@ def test_groups_are_counted_by_the_stage_that_they_are_in(tmp_path):
     for group in range(3):
         board.encoded(group, f"conditioning {group}")
     assert queue() == [1, 3, 0, 0]
-    shards = plan.shards_of(0) + plan.shards_of(1)
+    shards = plan.micro_batches_of(0) + plan.micro_batches_of(1)
     for shard in shards[:-1]:
         board.sampled(shard, "trajectory", 7)
     assert board.held_bytes == 7 * (len(shards) - 1)
     assert queue() == [1, 2, 1, 0], "the last shard of group 1 is not sampled"
     board.complete[0] = "scores"
     assert queue() == [1, 2, 0, 1]
-    for _ in range(len(plan.train_shards(0)) // 2):
+    for _ in range(len(plan.train_micro_batches(0)) // 2):
         assert queue() == [1, 2, 0, 1]
         board.trained()
     assert queue() == [1, 2, 0, 0], "the learner has answered for all micro-batches of group 0"

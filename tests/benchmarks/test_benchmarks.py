@@ -145,7 +145,7 @@ def test_data_parallel_processes_share_every_group():
     rows = [row for shard in found.shards for row in shard.rows]
     assert sorted(rows) == [(group, sample) for group in range(8) for sample in range(6)] and len(found.shards[0].rows) == 4
     assert {found.groups[group].window for group in (0, 1)} == {plan.groups[0].window}
-    assert found.train_shards(1) == list(found.shards[6:])
+    assert found.train_micro_batches(1) == list(found.shards[6:])
     with pytest.raises(ConfigError, match="4 processes cannot share groups of 6 samples"):
         data_parallel.spread_over(plan, 6, 4)
     scored = {shard: {"r": np.array([10.0 * group + sample for group, sample in shard.rows])} for shard in found.shards}

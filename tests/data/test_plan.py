@@ -132,7 +132,7 @@ def test_updates_are_contiguous_and_cover_the_step():
     plan = plan_step(configuration(), RECORDS, 4)
     assert plan.updates == ((0, 1), (2, 3))
     assert plan.version == plan.step == 4 and {group.version for group in plan.groups} == {4}
-    assert [(shard.group, shard.shard) for shard in plan.train_shards(1)] == [(2, 0), (2, 1), (3, 0), (3, 1)]
+    assert [(shard.group, shard.shard) for shard in plan.train_micro_batches(1)] == [(2, 0), (2, 1), (3, 0), (3, 1)]
 
 
 def test_training_shards_may_have_another_size():
@@ -140,8 +140,8 @@ def test_training_shards_may_have_another_size():
         "rewards": {"ocr": {}}, "sampling": {"group_size": 6, "groups_per_step": 2, "micro_batch": 3},
         "train": {"micro_batch": 2, "ratio_tolerance": 1e-4}})
     plan = plan_step(config, RECORDS, 0)
-    trained = [shard for shard in plan.train_shards(0) if shard.groups == (0,)]
-    assert [shard.samples for shard in plan.shards_of(0)] == [(0, 1, 2), (3, 4, 5)]
+    trained = [shard for shard in plan.train_micro_batches(0) if shard.groups == (0,)]
+    assert [shard.samples for shard in plan.micro_batches_of(0)] == [(0, 1, 2), (3, 4, 5)]
     assert [shard.samples for shard in trained] == [(0, 1), (2, 3), (4, 5)]
     assert [[source.shard for source in plan.sources(shard)] for shard in trained] == [[0], [0, 1], [1]]
 
@@ -166,7 +166,7 @@ def test_batches_of_groups_share_the_window_of_their_first_and_end_with_their_up
     batches = [(0, 1, 2, 3), (4, 5), (6, 7, 8, 9), (10, 11)]
     assert [shard.groups for shard in plan.shards] == batches
     assert plan.training == plan.shards, "sampling and training have the same shapes"
-    assert plan.train_shards(1) == list(plan.shards[2:])
+    assert plan.train_micro_batches(1) == list(plan.shards[2:])
     for batch in batches:
         assert {plan.groups[group].window for group in batch} == {window_of(42, 0, batch[0], 0, 9, 2)}
     assert plan.shards[1].rows == tuple((group, sample) for group in (4, 5) for sample in range(6))
@@ -175,13 +175,13 @@ def test_batches_of_groups_share_the_window_of_their_first_and_end_with_their_up
 def test_larger_batches_of_sampling_span_updates_and_smaller_ones_lie_in_a_training_batch():
     plan = plan_step(batched(4, 1, updates=4), RECORDS, 0)
     assert [shard.groups for shard in plan.shards] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
-    assert [shard.groups for shard in plan.train_shards(1)] == [(3,), (4,), (5,)]
-    assert [[s.groups for s in plan.sources(shard)] for shard in plan.train_shards(1)] == [
+    assert [shard.groups for shard in plan.train_micro_batches(1)] == [(3,), (4,), (5,)]
+    assert [[s.groups for s in plan.sources(shard)] for shard in plan.train_micro_batches(1)] == [
         [(0, 1, 2, 3)], [(4, 5, 6, 7)], [(4, 5, 6, 7)]]
     plan = plan_step(batched(1, 3), RECORDS, 0)
     assert [shard.groups for shard in plan.shards] == [(group,) for group in range(12)]
-    assert [shard.groups for shard in plan.train_shards(1)] == [(6, 7, 8), (9, 10, 11)]
-    assert [source.groups for source in plan.sources(plan.train_shards(1)[0])] == [(6,), (7,), (8,)]
+    assert [shard.groups for shard in plan.train_micro_batches(1)] == [(6, 7, 8), (9, 10, 11)]
+    assert [source.groups for source in plan.sources(plan.train_micro_batches(1)[0])] == [(6,), (7,), (8,)]
 
 
 @settings(deadline=None)
@@ -201,7 +201,7 @@ def test_batches_of_groups_are_of_one_kind_and_cover_the_step_once(sampling, tra
             assert len({(g.height, g.width, g.window) for g in groups}) == 1
             assert guidance == 1.0 or len({g.record.negative_prompt for g in groups}) == 1
     for number, update in enumerate(plan.updates):
-        assert [group for shard in plan.train_shards(number) for group in shard.groups] == list(update)
+        assert [group for shard in plan.train_micro_batches(number) for group in shard.groups] == list(update)
     if sampling == training:
         assert plan.shards == plan.training
 
@@ -276,6 +276,6 @@ def test_padding_at_many_ranks_is_said_with_the_next_better_micro_batch(ranks, o
 def test_the_useful_share_is_that_of_the_plan(ranks, overrides):
     config = load(SD35, {"pools.learner.replicas": ranks, **overrides})
     plan = plan_step(config, [PromptRecord("a")], 0)
-    rows = [row for u in range(len(plan.updates)) for row in micro_steps(plan.train_shards(u), ranks)]
+    rows = [row for u in range(len(plan.updates)) for row in micro_steps(plan.train_micro_batches(u), ranks)]
     work = [part for row in rows for part in row]
     assert sum(part.weight for part in work) / len(work) == pytest.approx(useful_share(config))

@@ -13,7 +13,7 @@ import torch
 from formula import assert_close
 from reference import Bench, configuration, run_update, with_scores
 
-from flowgrpo_ray.data.plan import RankShard
+from flowgrpo_ray.data.plan import RankWork
 from flowgrpo_ray.errors import FlowGrpoError
 from flowgrpo_ray.policies import lora
 
@@ -138,7 +138,7 @@ def test_a_shard_of_weight_0_leaves_no_trace(bench):
     learner, plan, data = bench.start(configuration(loss={"beta": 0.3}))
     expected_metrics, expected = run_update(learner, plan, data)
     learner, _, _ = bench.start(configuration(loss={"beta": 0.3}))
-    filler = RankShard(plan.train_shards(0)[2], 0.0)
+    filler = RankWork(plan.train_micro_batches(0)[2], 0.0)
     metrics, found = run_update(learner, plan, data, first=[filler])
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
     times = {"seconds", "cpu_seconds"}

@@ -60,7 +60,7 @@ def sampler_of(policy: Policy, config: Config, version: int = 0) -> Sampler:
 def first_request(config: Config, group: int = 0, shard: int = 0, **changes: Any) -> tuple[SampleRequest, str]:
     """Request and prompt of a shard of step 0."""
     plan = plan_step(config, RECORDS, 0)
-    return training_request(config, plan, plan.shards_of(group)[shard], **changes), plan.groups[group].record.prompt
+    return training_request(config, plan, plan.micro_batches_of(group)[shard], **changes), plan.groups[group].record.prompt
 
 
 def window_start(config: Config, start: int) -> dict[str, Any]:
@@ -312,6 +312,6 @@ def test_the_recorded_seeds_are_those_of_the_initial_latents(shared):
     config = configuration(sampling={**ANY, "shared_initial_noise": shared})
     plan = plan_step(config, RECORDS, 3)
     group = plan.groups[1]
-    requests = [training_request(config, plan, shard) for shard in plan.shards_of(1)]
+    requests = [training_request(config, plan, shard) for shard in plan.micro_batches_of(1)]
     noise = torch.cat([step_noise(request, -1, (4, 2, 2)) for request in requests])
     assert torch.equal(draw(initial_seeds(config, group), (4, 2, 2)), noise)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_ray.config.load import Config, from_tree
-from flowgrpo_ray.data.plan import RankShard, ShardPlan, StepPlan, micro_steps, plan_step
+from flowgrpo_ray.data.plan import MicroBatch, RankWork, StepPlan, micro_steps, plan_step
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import Arrays, GroupScores, SampleRequest, Trajectory
 from flowgrpo_ray.device import configure_process
@@ -67,7 +67,7 @@ class StepData:
     trajectories: dict[int, list[Trajectory]]  # of the sampling shards that begin with a group
     scores: dict[int, GroupScores]
 
-    def arguments(self, plan: StepPlan, work: RankShard) -> tuple[Any, ...]:
+    def arguments(self, plan: StepPlan, work: RankWork) -> tuple[Any, ...]:
         """Arguments of `Learner.accumulate` after the shard: negative conditioning, that of its groups, and the
         trajectories that hold the shard's samples."""
         groups, wanted = work.shard.groups, set(work.shard.rows)
@@ -76,7 +76,7 @@ class StepData:
 
 
 def training_request(
-    config: Config, plan: StepPlan, shard: ShardPlan, run_id: str = RUN_ID, **changes: Any
+    config: Config, plan: StepPlan, shard: MicroBatch, run_id: str = RUN_ID, **changes: Any
 ) -> SampleRequest:
     """The request of a training shard."""
     s, group = config.sampling, plan.groups[shard.group]
@@ -122,9 +122,9 @@ def sample_step(
     return data
 
 
-def rank_work(plan: StepPlan, update: int, rank: int = 0, world_size: int = 1) -> Iterator[RankShard]:
+def rank_work(plan: StepPlan, update: int, rank: int = 0, world_size: int = 1) -> Iterator[RankWork]:
     """What one rank is given in an update, in order."""
-    for row in micro_steps(plan.train_shards(update), world_size):
+    for row in micro_steps(plan.train_micro_batches(update), world_size):
         yield row[rank]
 
 
@@ -260,7 +260,7 @@ class Bench:
 
 
 def run_update(
-    learner: Learner, plan: StepPlan, data: StepData, update: int = 0, first: Sequence[RankShard] = ()
+    learner: Learner, plan: StepPlan, data: StepData, update: int = 0, first: Sequence[RankWork] = ()
 ) -> tuple[Row, Arrays]:
     """(metrics, gradients as the optimizer got them; empty where it did not step) of one update; the shards in `first`
     are accumulated before its own."""
