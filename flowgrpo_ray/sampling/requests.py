@@ -38,7 +38,9 @@ def evaluation_request(
         png=tuple(range(png)))
 
 
-def evaluation_keys(config: Config, records: Sequence[PromptRecord], shard: EvalMicroBatch) -> tuple[tuple[int, int, int, int], ...]:
+def evaluation_keys(
+    config: Config, records: Sequence[PromptRecord], shard: EvalMicroBatch,
+) -> tuple[tuple[int, int, int, int], ...]:
     """(seed, step, group, sample) of the noise of every image of a shard; `SampleRequest.noise_keys`."""
     return tuple((_seed(config, records[p]), 0, p, image) for p, image in shard.items)
 
