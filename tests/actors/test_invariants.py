@@ -56,6 +56,19 @@ def test_one_process_reference_gives_the_same_bits(baseline, folder):
     assert_same_bits(baseline.ema, ema)
 
 
+def test_the_one_file_example_gives_the_same_bits(baseline, folder):
+    import flow_grpo_one_file as example
+
+    from flowgrpo_ray.rewards import get
+
+    config = small_config(folder, "example")
+    trainer = example.Trainer(config, {"jpeg_compressibility": get("jpeg_compressibility")})
+    for step in range(3):
+        trainer.step(check(config).train, step)
+    assert_same_bits(baseline.adapter, trainer.adapter())
+    assert_same_bits(baseline.ema, trainer.ema_adapter())
+
+
 def test_three_rollout_and_two_reward_actors(baseline, folder):
     config = small_config(folder, "wide", overrides={
         "pools.rollout.replicas": 3, "pools.reward.jpeg_compressibility.replicas": 2})
