@@ -161,7 +161,7 @@ def test_a_bug_in_a_learner_is_a_line_and_its_traceback_a_file(folder):
         run(small_config(folder, "bug", steps=1), learner_class=faulty.LearnerHasABug)
     path = folder / "bug" / "traceback.txt"
     assert re.fullmatch(r"apply on learner rank 0 failed: ZeroDivisionError: division by zero "
-                        rf"\(\S*/tests/faulty\.py, line \d+\)\. Its traceback is in {path}", str(caught.value))
+                        rf"\(\S*/tests/support/faulty\.py, line \d+\)\. Its traceback is in {path}", str(caught.value))
     text = path.read_text()
     assert 'return {"loss": 1 / self.learner.rank}' in text and "bug/learner-0" in text and "\x1b" not in text
 
@@ -169,7 +169,7 @@ def test_a_bug_in_a_learner_is_a_line_and_its_traceback_a_file(folder):
 def test_a_bug_at_the_start_of_a_learner_is_a_line_and_its_traceback_in_the_log(folder, caplog):
     with pytest.raises(FlowGrpoError) as caught:
         run(small_config(folder, "early", steps=1), learner_class=faulty.LearnerHasABugAtItsStart)
-    assert re.fullmatch(r"learner rank 0 could not start: .*OddError: an odd one \(\S*/tests/faulty\.py, line \d+\)",
+    assert re.fullmatch(r"learner rank 0 could not start: .*OddError: an odd one \(\S*/tests/support/faulty\.py, line \d+\)",
                         str(caught.value))
     assert "raise OddError(threading.Lock())" in caplog.text and not (folder / "early").exists()
 

@@ -110,7 +110,7 @@ def test_a_failure_of_the_only_actor_at_a_call_counts(two, tmp_path):
     two.submit(0, fails_on=(0,))
     two.drive(lambda: two.pool.idle)
     assert [str(error) for error in two.failed] == ["0 failed on 0"] and not two.done
-    assert re.fullmatch(r"ValueError: 0 failed on 0 \(\S*/tests/ordered\.py, line \d+\)", summary(two.failed[0]))
+    assert re.fullmatch(r"ValueError: 0 failed on 0 \(\S*/tests/support/ordered\.py, line \d+\)", summary(two.failed[0]))
 
 
 @pytest.mark.parametrize(("where", "message"), [
