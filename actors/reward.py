@@ -66,7 +66,7 @@ class RewardActor(Shown):
             self._kind = self._reward.name
             if scope is not None and self._reward.scope != scope:
                 raise RewardError(f"reward {name} is scored per {self._reward.scope}, and the run takes it for one that is "
-                                  f"scored per {scope}: its module has to be importable where the run is started, too")
+                                  f"scored per {scope}: its module must be importable where the run is started, too")
             if self._reward.scope == "group" and group_size > (self._reward.max_group or group_size):
                 raise RewardError(f"reward {name} scores groups of {self._reward.max_group} images at most, and "
                                   f"sampling.group_size is {group_size}")

@@ -1,4 +1,4 @@
-"""A reward of one's own: a function of the images (uint8 [n, H, W, 3], RGB, read-only), the prompts and their metadata."""
+"""A reward of your own: a function of the images (uint8 [n, H, W, 3], RGB, read-only), the prompts and their metadata."""
 
 
 def contrast(images, prompts, metadata, *, target=127.5):

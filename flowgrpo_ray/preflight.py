@@ -88,7 +88,7 @@ def _check_rewards(config: Config) -> None:
     for name, reward in config.rewards.items():
         with problems.collected():
             if not abs(reward.weight) <= LARGEST_WEIGHT:
-                raise ConfigError(f"rewards.{name}.weight is {reward.weight:g}; the largest right magnitude is "
+                raise ConfigError(f"rewards.{name}.weight is {reward.weight:g}; use a magnitude of at most "
                                   f"{LARGEST_WEIGHT:g}")
             wrong = option_problems(reward.spec(name), reward.options) if known_class(name, reward) else []
             if texts := [f"rewards.{name}.options: {text}" for text in wrong] or _misfits(name, reward, config):
@@ -124,7 +124,7 @@ def _warn_of_rounding(source: ModelSource, config: Config) -> None:
 
 
 def known_class(name: str, reward: RewardConfig) -> type[Reward] | None:
-    """The reward's class; None for code of one's own that exists only in the environment that its actors run in."""
+    """The reward's class; None for custom code that exists only in the environment that its actors run in."""
     try:
         return reward_class(reward.spec(name))
     except ConfigError as error:
@@ -148,14 +148,12 @@ def _misfits(name: str, reward: RewardConfig, config: Config) -> list[str]:
     if problem := video_problem(cls, "training samples"):
         problems.append(f"rewards.{name}: {problem}")
     if cls.device == "cpu" and (gpus := config.reward_pool(name).num_gpus):
-        problems.append(f"pools.reward.{name}.num_gpus is {gpus:g}, and reward {cls.name} works on the CPU; the nearest right "
-                        "value is 0")
+        problems.append(f"pools.reward.{name}.num_gpus is {gpus:g}, and reward {cls.name} works on the CPU; use 0")
     settings, size = settings_of(cls, reward.options), config.sampling.group_size
     if (wait := cls.longest_wait(settings)) >= reward.timeout_s:
         problems.append(f"rewards.{name}.timeout_s is {reward.timeout_s:g}, and one request to the reward's server may take "
                         f"{wait:g} s (rewards.{name}.options.timeout_s, and the waits of its retries and backoff_s): the actor "
-                        f"would be replaced before the reward can say what is wrong; the nearest right value is "
-                        f"{math.floor(wait) + 1}")
+                        f"would be replaced before the reward can say what is wrong; use {math.floor(wait) + 1} or more")
     if cls.scope == "group" and (problem := cls.group_problem(settings, size)):
         problems.append(f"rewards.{name}.options: {problem} (sampling.group_size is {size})")
     if not problems:

@@ -103,7 +103,7 @@ class Config(Section):
         s, t, problems = self.sampling, self.train, []
         if s.group_size < 2:
             problems.append(f"sampling.group_size is {s.group_size}: an advantage is relative to its group, so it "
-                            "needs at least 2 samples; the nearest right value is 2")
+                            "needs at least 2 samples; use 2")
         for key, value in (("sampling.micro_batch", s.micro_batch), ("train.micro_batch", t.micro_batch)):
             if value and s.group_size >= 2 and s.group_size % value:
                 problems.append(f"{key} is {value}, which does not divide sampling.group_size {s.group_size}; "
@@ -141,7 +141,7 @@ class Config(Section):
                             f"{counted(end - first, 'step')}; the largest size is {end - first}")
         if s.max_staleness:
             problems.append(f"sampling.max_staleness is {s.max_staleness}: sampling ahead of the learner is not built "
-                            "yet; the nearest right value is 0")
+                            "yet; use 0")
         if s.kernel == "cps" and s.noise_level > 1:
             problems.append(f"sampling.noise_level is {s.noise_level:g}: cps takes it as an angle in units of a right "
                             "angle; the largest is 1")

@@ -132,7 +132,7 @@ class EnvironmentConfig(Section):
 
 class RewardConfig(Section):
     type: str | None = Field(None, description="Name of the reward; default is the key, so one kind can be used twice")
-    python: str | None = Field(None, description="One's own instead: module:function or module:Class")
+    python: str | None = Field(None, description="Your own code instead: module:function or module:Class")
     weight: float = Field(1.0, description="Weight in the sum (or in gdpo); 0 = monitor only, negative = minimise")
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the reward itself")
     timeout_s: Annotated[float, INFRASTRUCTURE] = Field(

@@ -1,6 +1,6 @@
 """The plan: (seed, step) to groups, shards, windows and noise seeds. A pure function of the configuration.
 
-Who does the work, in which order, and how often it has to be done again change nothing here, so they change nothing in
+Who does the work, in which order, and how often it must be done again change nothing here, so they change nothing in
 the result. Bits depend on batch shape: every piece of work has the shape that the plan gives it.
 """
 

@@ -139,7 +139,7 @@ def _record(row: dict[str, Any], uri: str, number: int) -> PromptRecord:
         raise ConfigError(f"{where}: no `prompt`{nearest('prompt', row)}")
     for key in ("prompt", "negative_prompt", "image"):
         if key in row and not isinstance(row[key], str):
-            raise ConfigError(f"{where}: `{key}` is {row[key]!r}, a {type(row[key]).__name__}; it has to be a text")
+            raise ConfigError(f"{where}: `{key}` is {row[key]!r}, a {type(row[key]).__name__}; it must be a text")
     for key, least in (("seed", 0), ("height", 1), ("width", 1)):
         if key in row:
             row[key] = _whole_number(row[key], f"{where}: `{key}`", least)
@@ -147,7 +147,7 @@ def _record(row: dict[str, Any], uri: str, number: int) -> PromptRecord:
         raise ConfigError(f"{where}: `prompt` is blank")
     metadata = row.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise ConfigError(f"{where}: `metadata` is {metadata!r}, a {type(metadata).__name__}; it has to be a mapping")
+        raise ConfigError(f"{where}: `metadata` is {metadata!r}, a {type(metadata).__name__}; it must be a mapping")
     for key, value in row.items():
         if problem := text_problem(json.dumps({key: value}, ensure_ascii=False, default=str)):
             raise ConfigError(f"{where}: `{key}` {problem}")

@@ -21,7 +21,7 @@ class Ema:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], decay: float = 0.9, every_updates: int = 8) -> None:
         if not 0 <= decay < 1 or every_updates < 1:
-            raise ValueError(f"decay {decay} has to lie in [0, 1), every_updates {every_updates} has to be at least 1")
+            raise ValueError(f"decay {decay} must lie in [0, 1), every_updates {every_updates} must be at least 1")
         self.parameters = dict(parameters)
         self.decay = decay
         self.every_updates = every_updates

@@ -31,7 +31,7 @@ from flowgrpo_ray.sampling.sampler import build_conditioning, kernel_of, step_no
 
 
 class Learner:
-    """PPO-clip + KL on the LoRA weights of a policy (Flow-GRPO, arXiv 2505.05470, eq. 4-8 and DESIGN of this project).
+    """PPO-clip + KL on the LoRA weights of a policy (Flow-GRPO, arXiv 2505.05470, eq. 4-8).
 
     Args:
         policy: with LoRA attached; it is sharded here, in place.

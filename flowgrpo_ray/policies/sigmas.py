@@ -42,7 +42,7 @@ def sigma_table(
             raise ConfigError(f"the pipeline's scheduler has {option} on, which changes the step that is trained; set "
                               f"{option} to false in scheduler/scheduler_config.json")
     if num_steps < 1:
-        raise ConfigError(f"a schedule of {counted(num_steps, 'step')}; the nearest right value is 1")
+        raise ConfigError(f"a schedule of {counted(num_steps, 'step')}; use 1 or more")
     fresh = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
     fresh.set_shift(scheduler.shift)  # set_shift on the live object does not reach its config
     options: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def sigma_table(
         fresh.set_timesteps(num_steps, device="cpu", **options)
     else:
         if len(sigmas) != num_steps:
-            raise ConfigError(f"{counted(len(sigmas), 'sigma')} for {counted(num_steps, 'step')}; there has to be one per step")
+            raise ConfigError(f"{counted(len(sigmas), 'sigma')} for {counted(num_steps, 'step')}; there must be one per step")
         fresh.set_timesteps(sigmas=sigmas, device="cpu", **options)
     return fresh.sigmas.numpy().astype(np.float32, copy=True)
 

@@ -68,9 +68,9 @@ class Option:
         if isinstance(value, (int, float)) and not is_finite(value) and value != self.default:
             return f"is {value!r}, not a finite number; the default is {self.default!r}"
         if self.minimum is not None and not value >= self.minimum:
-            return f"is {value!r}; the smallest right value is {self.minimum:g}"
+            return f"is {value!r}; use at least {self.minimum:g}"
         if self.maximum is not None and not value <= self.maximum:
-            return f"is {value!r}; the largest right value is {self.maximum:.15g}"
+            return f"is {value!r}; use at most {self.maximum:.15g}"
         return None
 
 
@@ -340,7 +340,7 @@ def validated(
     result: Any, n: int, name: str, *, range: tuple[float, float] | None = None
 ) -> dict[str, np.ndarray]:
     """Check what a reward named `name` returned for `n` images. `range` is the reward's, which its score, not its monitors,
-    has to lie in.
+    must lie in.
 
     Returns:
         The same keys in the same order, float64 [n] each.
@@ -443,7 +443,7 @@ def prompt_problem(name: str, cls: type[Reward], record: PromptRecord, options: 
             return cls.check_prompt(record.prompt, record.reward_metadata, **options)
     except RewardError:
         raise
-    except Exception as error:  # whatever code of one's own does
+    except Exception as error:  # whatever custom code does
         raise ConfigError(f"reward {name}: check_prompt fails on line {record.line}: {record.prompt!r}: {described(error)}"
                           ) from error
 

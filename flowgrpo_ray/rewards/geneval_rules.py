@@ -81,7 +81,7 @@ def _item_problem(item: Any) -> str | None:
         return f"has no class (its keys are {', '.join(map(str, item))})"
     count = item.get("count")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        return f"has the count {count!r}; it has to be a whole number from 1"
+        return f"has the count {count!r}; it must be a whole number from 1"
     return None
 
 
@@ -142,7 +142,7 @@ def judge(
     """Judge an image, in both gradings.
 
     `geneval`, the benchmark's own (arXiv 2310.11513): of every included item there are at least the k objects that are asked
-    for, the k surest have its colour, and its relation holds between each of them and each of the target's, which has to be
+    for, the k surest have its colour, and its relation holds between each of them and each of the target's, which must be
     right itself; and every clause of `exclude` holds.
 
     `flow_grpo`, the reward of arXiv 2505.05470 with the numbers of its published server (`evaluate_reward` of
@@ -155,7 +155,7 @@ def judge(
     - Where n is k and all have the colour, the position: 0 where not all parts of the target's item are 1; otherwise 1 where
       the relation holds, and two parts, 0 and 1, where it does not.
 
-    `exclude` has no part in it: a class that must not be there costs nothing, and too many of one that has to be there cost by
+    `exclude` has no part in it: a class that must not be there costs nothing, and too many of one that must be there cost by
     their count, also where no clause excludes them.
 
     Args:

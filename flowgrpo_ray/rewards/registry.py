@@ -1,5 +1,5 @@
 """Rewards by name: those that we ship, those of installed packages (entry points of the group `flowgrpo_ray.rewards`), and
-`module:function` or `module:Class` of one's own. Imports only the standard library and numpy until a reward is asked for."""
+`module:function` or `module:Class` of your own. Imports only the standard library and numpy until a reward is asked for."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _contract_problems(cls: type[Reward]) -> list[str]:
     return problems
 
 
-# One's own ------------------------------------------------------------------------------------------------------------
+# Your own -------------------------------------------------------------------------------------------------------------
 
 def _own(path: str) -> type[Reward]:
     module_name, attribute = _split(path, path)
@@ -263,7 +263,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Reward]:
     FunctionReward.scope = getattr(function, "scope", "sample")
     FunctionReward.device = getattr(function, "device", "any")
     FunctionReward.batch_invariant = bool(getattr(function, "batch_invariant", False))
-    FunctionReward.description = (inspect.getdoc(function) or "a function of one's own").splitlines()[0]
+    FunctionReward.description = (inspect.getdoc(function) or "a custom function").splitlines()[0]
     FunctionReward.options = {
         key: Option(p.default, "keyword of the function", kind=_kind(p.default)) for key, p in parameters.items()
         if key not in (*_INPUTS, "group_ids") and p.default is not p.empty

@@ -89,8 +89,8 @@ def extract(reply: str, parser: str) -> Any:
     """The verdict in a reply, as the parser finds it: a text, or for `json:` the field's value.
 
     `json:` takes the whole reply, or what a single ```-fence in it holds; `number` the whole reply. `regex:` takes the last
-    match, as a verdict comes after the reasoning. Where another match says something else, the last one has to begin a line:
-    marks such as ** and - may stand before it there, words may not. A number has to be matched whole.
+    match, as a verdict comes after the reasoning. Where another match says something else, the last one must begin a line:
+    marks such as ** and - may stand before it there, words may not. A number must be matched whole.
 
     Raises:
         ValueError: it is not there, or it is not clear which one it is.

@@ -79,7 +79,7 @@ class VlmJudge(ChatReward):
         **CHAT_OPTIONS,
         "template": Option(JUDGE_TEMPLATE, "What the model is asked; {prompt} stands for the text prompt"),
         "parser": Option("json:score", "Where the grade is in a reply: json:FIELD, number (the whole reply), or regex:PATTERN "
-                         "(one group; of several matches that differ the last, which has to begin a line)"),
+                         "(one group; of several matches that differ the last, which must begin a line)"),
         "scale": Option([1, 5], "[low, high]: the grades that become 0 and 1", kind=list),
         "bounds": Option(None, "[lowest, highest] grade that is right; default is the scale", kind=list),
     }
@@ -167,7 +167,7 @@ class UnifiedReward(VlmJudge):
 
 class QwenVl(VlmJudge):
     """Grade / 5 of image quality by a general model such as Qwen/Qwen2.5-VL-7B-Instruct: 0.2 to 1. The text prompt plays
-    no part unless a template of one's own has {prompt}."""
+    no part unless a custom template has {prompt}."""
 
     name: ClassVar[str] = "qwen_vl"
     range: tuple[float, float] = (0.2, 1.0)

@@ -39,8 +39,8 @@ def pairs_of(n: int, most: int | None) -> list[tuple[int, int]]:
     if n < 2:
         raise RewardError(f"reward vlm_preference compares images of a group, and this one has {n}")
     if most is not None and most < (n + 1) // 2:
-        raise RewardError(f"reward vlm_preference: max_pairs {most} leaves images of a group of {n} out; the smallest right "
-                          f"value is {(n + 1) // 2}")
+        raise RewardError(f"reward vlm_preference: max_pairs {most} leaves images of a group of {n} out; use "
+                          f"at least {(n + 1) // 2}")
     order: dict[tuple[int, int], None] = {}
     for apart in range(1, n // 2 + 1):
         starts = [*range(0, n, 2), *range(1, n, 2)] if apart == 1 else range(n)
@@ -66,7 +66,7 @@ class VlmPreference(ChatReward):
         **CHAT_OPTIONS,
         "template": Option(TEMPLATE, "What the model is asked about two images; {prompt} stands for the text prompt"),
         "parser": Option("json:better", "Where the verdict is in a reply: json:FIELD, or regex:PATTERN (one group; of several "
-                         "matches that differ the last, which has to begin a line). It is first, 1 or image 1; second, 2 or "
+                         "matches that differ the last, which must begin a line). It is first, 1 or image 1; second, 2 or "
                          "image 2; tie or 0"),
         "max_pairs": Option(None, "Most pairs per group; default is all. At least half the group's size", kind=int, minimum=1),
     }

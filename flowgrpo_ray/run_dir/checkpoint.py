@@ -162,7 +162,7 @@ def prune(run_dir: str, keep: int) -> list[int]:
     the making). The token goes first: a checkpoint that is half deleted is none.
     """
     if keep < 1:
-        raise CheckpointError(f"prune(keep={keep}) would leave no checkpoint; the nearest right value is 1")
+        raise CheckpointError(f"prune(keep={keep}) would leave no checkpoint; use 1")
     whole = []
     for step in sorted(_steps(run_dir), reverse=True):
         try:

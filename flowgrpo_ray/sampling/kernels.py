@@ -90,7 +90,7 @@ class Kernel:
 
     def __init__(self, noise_level: float = 0.0, log_prob: str = "gaussian") -> None:
         if not (math.isfinite(noise_level) and noise_level >= 0):
-            raise ConfigError(f"noise_level {noise_level} of kernel {self.name}: it has to be a number of at least 0")
+            raise ConfigError(f"noise_level {noise_level} of kernel {self.name}: it must be a number of at least 0")
         if log_prob not in LOG_PROBS:
             raise ConfigError(f"no log_prob is named {log_prob!r}{nearest(log_prob, LOG_PROBS)}")
         self.noise_level = float(noise_level)
@@ -163,7 +163,7 @@ class CPS(Kernel):
         super().__init__(noise_level, log_prob)
         if noise_level > 1:
             raise ConfigError(f"noise_level {noise_level} of kernel cps: it is an angle in units of a right angle, at "
-                              "most 1; the nearest right value is 1")
+                              "most 1; use 1")
 
     def coefficients(self, sigmas: Sequence[float], index: int) -> Coefficients:
         following = sigmas[index + 1]

@@ -86,7 +86,7 @@ def save(pipe: StableDiffusion3Pipeline, folder: Path, dtype: torch.dtype) -> No
 
 
 def load(folder: Path) -> StableDiffusion3Pipeline:
-    """Load a saved pipeline in fp32; diffusers has to be told that there is no T5."""
+    """Load a saved pipeline in fp32; diffusers must be told that there is no T5."""
     pipe = StableDiffusion3Pipeline.from_pretrained(
         folder, text_encoder_3=None, tokenizer_3=None, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -213,7 +213,7 @@ class Zero(Reward):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A package of one's own, with a module in a dotted place."""
+    """A package of your own, with a module in a dotted place."""
     import sys
 
     (tmp_path / "lib" / "pk_score" / "sub").mkdir(parents=True)

@@ -107,7 +107,7 @@ def test_builtin_files_load():
         ('{"promt": "x"}', "line 2: no `prompt`; did you mean promt"),
         ('{"prompt": null}', "line 2: no `prompt`"),
         ('{"prompt": "  "}', "line 2: `prompt` is blank"),
-        ('{"prompt": ["x"]}', r"line 2: `prompt` is \['x'\], a list; it has to be a text"),
+        ('{"prompt": ["x"]}', r"line 2: `prompt` is \['x'\], a list; it must be a text"),
         ('{"prompt": "x", "negative_prompt": 3}', "line 2: `negative_prompt` is 3, a int"),
         ('{"prompt": "x", "image": {}}', "line 2: `image`"),
         ('{"prompt": "x", "seed": -1}', "line 2: `seed` is -1; it must be a whole number of at least 0"),
@@ -123,7 +123,7 @@ def test_builtin_files_load():
         (r'{"prompt": "x", "metadata": {"a": ["\udfff"]}}', r"line 2: `metadata` .* U\+DFFF"),
         (r'{"prompt": "x", "tag\udfff": 1}', "line 2: .* half of a surrogate pair"),
         ('{"prompt": "x", "a": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 2: unreadable JSON: it is nested too deeply"),
-        ('{"prompt": "x", "metadata": []}', r"line 2: `metadata` is \[\], a list; it has to be a mapping"),
+        ('{"prompt": "x", "metadata": []}', r"line 2: `metadata` is \[\], a list; it must be a mapping"),
         ('{"prompt": "x", "metadata": {"tag": 1}, "tag": 2}', "line 2: 'tag' stands both in"),
     ])
 def test_bad_lines_are_named_by_file_and_number(write, line, message):

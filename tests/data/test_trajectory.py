@@ -1,4 +1,4 @@
-"""The wire format: bits there and back, arrays of one's own, and the sizes that DESIGN names."""
+"""The wire format: bits there and back, arrays of your own, and the sizes of real models."""
 
 import pickle
 

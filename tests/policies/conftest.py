@@ -30,7 +30,7 @@ def folders(tmp_path_factory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def fresh(folders) -> Callable[..., Policy]:
-    """fresh(kind, parts="all", **model options): a policy of one's own."""
+    """fresh(kind, parts="all", **model options): a policy of your own."""
 
     def load(kind: str, parts: str = "all", **options) -> Policy:
         path = kind if kind.startswith("builtin:") else folders(kind)

@@ -120,7 +120,7 @@ def test_a_shift_set_on_the_live_scheduler_counts():
         (scheduler(use_dynamic_shifting=True), {}, "image_seq_len"),
         (scheduler(), {"sigmas": [1.0, 0.5]}, "2 sigmas for 4 steps"),
         (scheduler(), {"sigmas": "lin"}, "did you mean 'linear'"),
-        (scheduler(), {"num_steps": 0}, "nearest right value is 1"),
+        (scheduler(), {"num_steps": 0}, "use 1 or more"),
     ])
 def test_schedulers_that_do_not_fit_are_refused(own, options, message):
     with pytest.raises(ConfigError, match=message):

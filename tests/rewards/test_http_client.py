@@ -298,7 +298,7 @@ def test_a_right_address_is_taken(value):
 @pytest.mark.parametrize("key", ["timeout_s", "backoff_s"])
 def test_a_wait_that_nothing_can_wait_is_refused(key):
     assert http_client.CONNECTION[key].problem(1e6) is None
-    assert "the largest right value is 1000000" in http_client.CONNECTION[key].problem(1e10)
+    assert "use at most 1000000" in http_client.CONNECTION[key].problem(1e10)
 
 
 def test_the_address_is_needed():

@@ -164,8 +164,8 @@ def test_a_language_whose_models_cannot_be_downloaded_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"mode": "recognition", "width": 4097}, "reward ocr: option width is 4097; the largest right value is 4096"),
-    ({"threads": 257}, "reward ocr: option threads is 257; the largest right value is 256"),
+    ({"mode": "recognition", "width": 4097}, "reward ocr: option width is 4097; use at most 4096"),
+    ({"threads": 257}, "reward ocr: option threads is 257; use at most 256"),
     ({"mode": "recognition", "width": 4096, "threads": 256}, None),
 ])
 def test_numbers_that_no_machine_holds_are_refused(options, message):

@@ -80,7 +80,7 @@ def test_unknown_reward_names_the_nearest():
     ({"thread": 2}, "no option 'thread'; did you mean threads?"),
     ({"mode": "recognise"}, "the choices are full, recognition; did you mean recognition?"),
     ({"mode": 3}, "option mode is 3; the choices are full, recognition"),
-    ({"threads": 0}, "option threads is 0; the smallest right value is 1"),
+    ({"threads": 0}, "option threads is 0; use at least 1"),
     ({"threads": "2"}, "option threads is '2', not of type int"),
     ({"threads": True}, "option threads is True, not of type int"),
     ({"threads": None}, "option threads is None, not of type int"),
@@ -112,8 +112,8 @@ def test_register_makes_a_reward_available(registry):
 
 
 @pytest.mark.parametrize(("value", "problem"), [
-    (0.5, None), (1, None), (250_000, None), (0.4, "is 0.4; the smallest right value is 0.5"),
-    (250_001, "is 250001; the largest right value is 250000"), (1e300, "is 1e+300; the largest right value is 250000"),
+    (0.5, None), (1, None), (250_000, None), (0.4, "is 0.4; use at least 0.5"),
+    (250_001, "is 250001; use at most 250000"), (1e300, "is 1e+300; use at most 250000"),
 ])
 def test_bounds_of_an_option(value, problem):
     assert Option(1.0, "a number", kind=float, minimum=0.5, maximum=250_000).problem(value) == problem

@@ -74,7 +74,7 @@ def test_max_pairs_bounds_the_work():
     with endpoint(brighter) as server:
         found = rates(server, greys(10, 200, 90, 150), max_pairs=2)
         assert found == [0, 1, 0, 1] and server.count("/v1/chat/completions") == 4
-        with pytest.raises(RewardError, match="max_pairs 2 leaves images of a group of 5 out; the smallest right value is 3"):
+        with pytest.raises(RewardError, match="max_pairs 2 leaves images of a group of 5 out; use at least 3"):
             rates(server, greys(1, 2, 3, 4, 5), max_pairs=2)
 
 

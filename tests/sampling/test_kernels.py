@@ -179,7 +179,7 @@ def test_a_step_without_noise_has_no_log_prob():
         ({"name": "cps", "log_prob": "gausian"}, "did you mean gaussian"),
         ({"name": "flow_sde", "noise_level": -0.1}, "at least 0"),
         ({"name": "flow_sde", "noise_level": math.nan}, "at least 0"),
-        ({"name": "cps", "noise_level": 1.2}, "nearest right value is 1"),
+        ({"name": "cps", "noise_level": 1.2}, "use 1"),
     ])
 def test_wrong_choices_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):

@@ -50,7 +50,7 @@ def velocity(policy: Policy, x: Tensor, sigma: float, positive: dict, negative: 
 
 
 def step(config: Config, x: Tensor, v: Tensor, sigmas: list[float], i: int) -> tuple[Tensor, float, float]:
-    """(mean, std, rate_std) of the step from sigmas[i] to sigmas[i + 1], as DESIGN section 5 writes them."""
+    """(mean, std, rate_std) of the step from sigmas[i] to sigmas[i + 1], as the papers write them."""
     a, sigma, after = config.sampling.noise_level, sigmas[i], sigmas[i + 1]
     delta = after - sigma
     if config.sampling.kernel == "flow_sde":
