@@ -11,10 +11,10 @@ from typing import Any
 from flowgrpo_ray import storage
 from flowgrpo_ray.config import Config
 from flowgrpo_ray.config.schema import RewardConfig
-from flowgrpo_ray.data.prompt_lengths import Span, check_lengths
 from flowgrpo_ray.data.prompts import PromptRecord, load_prompts
 from flowgrpo_ray.errors import ConfigError, Problems, counted
 from flowgrpo_ray.policies import check_adapter, check_model
+from flowgrpo_ray.policies.prompt_lengths import Span, check_lengths
 from flowgrpo_ray.policies.source import (
     CFG_FAMILIES,
     ModelSource,

@@ -106,8 +106,8 @@ def train(config: ConfigArg, overrides: OverridesArg = None, address: AddressOpt
 
     settings = load(config, [*offline.place_of(config), *(overrides or [])])
     console = prepare_command(settings)
+    from flowgrpo_ray.run_dir.watch import monitor_hint
     from flowgrpo_ray.views.live import open_view, print_summary
-    from flowgrpo_ray.views.watch import monitor_hint
 
     run_dir = storage.join(settings.run.dir, settings.run.name)
     view = open_view(settings, console)
@@ -424,7 +424,3 @@ def _end_now(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

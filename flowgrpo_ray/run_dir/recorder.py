@@ -25,7 +25,7 @@ from flowgrpo_ray.run_dir.lock import Claim
 from flowgrpo_ray.run_dir.metrics import MetricsWriter, Row, read_metrics
 from flowgrpo_ray.run_dir.sample_table import GridImage, SampleWriter, png_grid, write_grid
 from flowgrpo_ray.run_dir.trackers import TensorBoardLogger, Trackers, WandbLogger
-from flowgrpo_ray.views.watch import Watch
+from flowgrpo_ray.run_dir.watch import Watch
 
 if TYPE_CHECKING:
     from flowgrpo_ray.run_dir.inputs import Identity

@@ -9,10 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 from flowgrpo_ray import storage
+from flowgrpo_ray.run_dir import watch
 from flowgrpo_ray.run_dir.metrics import Row
 from flowgrpo_ray.run_dir.run_data import RunData
 from flowgrpo_ray.run_dir.sample_table import GridImage
-from flowgrpo_ray.views import charts, grids, page, watch
+from flowgrpo_ray.views import charts, grids, page
 
 _PAIRS_SHOWN = 16
 _NOT_COMPARED = ("run.name", "run.dir")  # two runs always differ in them

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowgrpo_ray.errors import counted
+from flowgrpo_ray.run_dir import watch
 from flowgrpo_ray.run_dir.metrics import Row
 from flowgrpo_ray.run_dir.run_data import RunData
-from flowgrpo_ray.views import grids, watch
+from flowgrpo_ray.views import grids
 from flowgrpo_ray.views.charts import keys_of
 from flowgrpo_ray.views.page import number, sentence
 

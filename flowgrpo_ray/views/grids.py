@@ -13,8 +13,8 @@ from PIL import Image
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.run_dir.sample_table import GridImage, list_grids, read_grid
+from flowgrpo_ray.run_dir.watch import combine_of, weights_of
 from flowgrpo_ray.views.page import inline
-from flowgrpo_ray.views.watch import combine_of, weights_of
 
 GRIDS_SHOWN = 6  # steps at which whole grids are shown, the first and the last among them
 _GRID_WIDTH, _SHOT_WIDTH = 1280, 420  # pixels; wider ones are scaled down

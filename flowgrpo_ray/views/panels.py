@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowgrpo_ray.run_dir.metrics import METRICS, Row, find
+from flowgrpo_ray.run_dir.watch import combine_of, total_series, weights_of
 from flowgrpo_ray.views.charts import Chart, Curve, keys_of, plot, series
-from flowgrpo_ray.views.watch import combine_of, total_series, weights_of
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ import pyarrow.compute as pc
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.errors import counted
+from flowgrpo_ray.run_dir import watch
 from flowgrpo_ray.run_dir.metrics import METRICS, Row, find
 from flowgrpo_ray.run_dir.run_data import RunData
 from flowgrpo_ray.run_dir.sample_table import read_samples
-from flowgrpo_ray.views import charts, grids, page, panels, watch
+from flowgrpo_ray.views import charts, grids, page, panels
 from flowgrpo_ray.views.page import number, sentence, signed
 from flowgrpo_ray.views.status import duration
 

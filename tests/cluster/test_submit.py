@@ -136,7 +136,7 @@ def test_a_lost_connection_ctrl_c_a_run_in_use_and_a_stop(head, tmp_path):
     second = Submit(head, tmp_path)
     assert second.wait() == 2 and "is in use by the job long-" in second.err and "package" in second.err
     plain = ["ray", "job", "submit", "--address", f"http://127.0.0.1:{head.port}", "--", sys.executable, "-m",
-             "flowgrpo_ray.cli.main", "train", str(tmp_path / "small.yaml"), "run.name=long"]
+             "flowgrpo_ray.cli", "train", str(tmp_path / "small.yaml"), "run.name=long"]
     third = subprocess.run(plain, env=head.environment(), capture_output=True, text=True, timeout=120)
     assert third.returncode != 0 and "runs/long is being written by process" in third.stdout, third.stdout
 

@@ -124,7 +124,7 @@ def laptop(folder: Path, config: Path) -> Path:
     command = [
         sys.executable,
         "-m",
-        "flowgrpo_ray.cli.main",
+        "flowgrpo_ray.cli",
         "train",
         str(config),
         "run.name=laptop",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_ray.config.schema import ModelConfig
-from flowgrpo_ray.data.prompt_lengths import ranges
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.errors import ConfigError
+from flowgrpo_ray.policies.prompt_lengths import ranges
 from flowgrpo_ray.policies.source import find
 from flowgrpo_ray.policies.text import PromptReader, TextEncoder
 from flowgrpo_ray.preflight import check

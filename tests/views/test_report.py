@@ -12,9 +12,9 @@ from plain_images import png
 
 from flowgrpo_ray import storage
 from flowgrpo_ray.errors import FlowGrpoError
-from flowgrpo_ray.run_dir import metrics
+from flowgrpo_ray.run_dir import metrics, watch
 from flowgrpo_ray.run_dir import sample_table as samples
-from flowgrpo_ray.views import charts, grids, panels, report, watch
+from flowgrpo_ray.views import charts, grids, panels, report
 
 pytest_plugins = ["s3_server"]
 

@@ -9,8 +9,8 @@ from flowgrpo_ray.config import load
 from flowgrpo_ray.data.plan import plan_step
 from flowgrpo_ray.data.prompts import PromptRecord
 from flowgrpo_ray.data.trajectory import GroupScores
+from flowgrpo_ray.run_dir import watch
 from flowgrpo_ray.run_dir.recorder import step_row, weighted_total
-from flowgrpo_ray.views import watch
 
 
 def config(combine="gdpo", **weights):
