@@ -50,6 +50,11 @@ class Sample:
 # Sample ---------------------------------------------------------------------------------------------------------------
 
 
+def negative_of(policy: Policy, config: Config, record: PromptRecord) -> str | None:
+    """The negative prompt for classifier-free guidance; None without it, or in a family that has none."""
+    return training_negative(config, record) if policy.uses_cfg(config.sampling.guidance_scale) else None
+
+
 def conditioning_of(
     policy: Policy, config: Config, plan: StepPlan, batch: MicroBatch, encoded: Mapping[str, dict]
 ) -> Conditioning:
@@ -62,7 +67,7 @@ def conditioning_of(
 
     records = [plan.groups[group].record for group, _ in batch.rows]
     first = plan.groups[batch.group]
-    negative = training_negative(config, first.record) if policy.uses_cfg(config.sampling.guidance_scale) else None
+    negative = negative_of(policy, config, first.record)
     return Conditioning(rows([record.prompt for record in records]),
                         None if negative is None else rows([negative] * len(records)), first.height, first.width)
 
@@ -72,7 +77,7 @@ def encode(policy: Policy, config: Config, plan: StepPlan) -> dict[str, dict]:
     texts: dict[str, PromptRecord] = {}
     for group in plan.groups:
         texts[group.record.prompt] = group.record
-        if (negative := training_negative(config, group.record)) is not None:
+        if (negative := negative_of(policy, config, group.record)) is not None:
             texts[negative] = PromptRecord(prompt=negative)
     return {text: policy.encode([record]) for text, record in texts.items()}
 
@@ -281,12 +286,13 @@ def main() -> None:
     args = parser.parse_args()
     try:
         config = load(args.config, args.overrides)
+        if missing := list(unsupported(config)):
+            parser.error(f"{', '.join(missing)}: not in this file; use flowgrpo-ray train")
+        records = check(config).train
+        rewards = {name: get(reward.spec(name), **reward.options) for name, reward in config.rewards.items()}
     except FlowGrpoError as error:
         parser.error(str(error))
-    if missing := list(unsupported(config)):
-        parser.error(f"{', '.join(missing)}: not in this file; use flowgrpo-ray train")
-    trainer = Trainer(config, {name: get(reward.spec(name), **reward.options) for name, reward in config.rewards.items()})
-    records = check(config).train
+    trainer = Trainer(config, rewards)
     for step in range(args.steps or config.run.steps):
         print(f"step {step + 1}  reward {trainer.step(records, step):.4f}", flush=True)
     if args.out:
